@@ -23,7 +23,7 @@ from darts_server.http.body import BodyLimits
 from darts_server.http.dialects import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.routes import router, share_answers
+from darts_server.http.routes import create_router, share_answers
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.first_error import end_at_first_error
 from darts_server.http.security.heads import LimitedHttp
@@ -121,9 +121,9 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     hide_creation_times()
     vllm_argv = _add_sampling_flags(settings, vllm_argv)
     args = flags.parse(vllm_argv)
-    failed = [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]
-    if failed:
-        raise InvalidSetting("\n".join(failed))
+    failures = [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]
+    if failures:
+        raise InvalidSetting("\n".join(failures))
 
     access = _make_access(settings, args)
     # Only this machine reaches a Unix socket.
@@ -133,8 +133,8 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     with Store(settings.state_dir, check=check_document) as store:
         # Without drafts the file is neither made nor changed.
         folder = settings.state_dir if settings.speculate == "auto" else None
-        with Staging(settings.weights_staging) as staging, NumberedFile(folder, HISTORY_FILE) as answers:
-            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, answers, staging))
+        with Staging(settings.weights_staging) as staging, NumberedFile(folder, HISTORY_FILE) as kept_answers:
+            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, kept_answers, staging))
         # The last tasks of the event loop may still write, so the store is closed after the loop.
         return close_store(store, code)
 
@@ -145,22 +145,22 @@ def _add_sampling_flags(settings: Settings, vllm_argv: Sequence[str]) -> list[st
     )
 
 
-def close_store(store: Store, code: int) -> int:
-    """Write learned state, and return the exit code: ``code``, or 3 if only writing failed."""
+def close_store(store: Store, server_code: int) -> int:
+    """Write learned state, and return the process's exit code."""
     try:
         store.close()
     except StateError as error:
         logger.critical("what was learned last is lost: %s", error)
-        return code or STATE_LOST
-    return code
+        # An error of the server itself counts more.
+        return server_code or STATE_LOST
+    return server_code
 
 
 def _make_access(settings: Settings, args: Namespace) -> Access:
-    """Create the access rules, and remove the admin key from the environment."""
     admin_keys = []
     if settings.admin_api_key is not None:
         admin_keys.append(settings.admin_api_key.get_secret_value())
-    # The engine's processes must not inherit the key.
+    # The engine's processes must not inherit the admin key, and `take_api_keys` removes the other keys.
     for name in list(os.environ):
         if name.upper() == f"{ENV_PREFIX}ADMIN_API_KEY":
             del os.environ[name]
@@ -186,30 +186,30 @@ def _make_access(settings: Settings, args: Namespace) -> Access:
 async def _serve(
     settings: Settings,
     args: Namespace,
-    argv: Sequence[str],
+    vllm_argv: Sequence[str],
     access: Access,
     store: Store,
-    answers: NumberedFile,
+    kept_answers: NumberedFile,
     staging: Staging,
 ) -> int:
     """Serve until a signal or the loss of the engine, and return the exit code."""
     exit_on_signals()
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
-    # After `keeping` has ended the engine and the verifiers, `closing` ends the rooms' own threads and processes.
+    # After `running` has ended the engine and the verifiers, `closing` ends the rooms' own threads and processes.
     with server.bind_socket(args) as sock, ExitStack() as closing:
-        async with AsyncExitStack() as keeping:
+        async with AsyncExitStack() as running:
             # Verifiers start before the engine, which takes minutes, so that wrong code of a verifier is found at once.
-            verifiers = await keeping.enter_async_context(_start_verifiers(settings))
+            verifiers = await running.enter_async_context(_start_verifiers(settings))
             log_start(args.model)
-            engine = await keeping.enter_async_context(_start_engines(settings, args, argv))
+            engine = await running.enter_async_context(_start_engines(settings, args, vllm_argv))
             rooms = make_rooms(settings, engine, access, store, staging, closing, verifiers)
             reload_keys = None
             if settings.api_key_file or settings.admin_api_key_file:
                 reload_keys = partial(_reload_keys, access, rooms.batches)
             handle_sighup(reload_keys)
             if settings.session_webhook is not None:
-                webhook = await keeping.enter_async_context(Webhook(settings.session_webhook).running())
+                webhook = await running.enter_async_context(Webhook(settings.session_webhook).run_senders())
                 rooms.rollouts.observers.session_event.add(webhook.send)
 
             # Requests become groups, and vLLM's app gets our routes.
@@ -218,38 +218,33 @@ async def _serve(
             engine.llm.sessions = rooms.sessions
             history = None
             if settings.speculate == "auto":
-                history = _restore_history(settings, engine, answers)
+                history = _restore_history(settings, engine, kept_answers)
                 if settings.history_bytes:
-                    await keeping.enter_async_context(engine.keep_answers(history))
-            extensions = dialects.extensions(settings.dialect)
-            application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
-            extend(application, rooms, settings, access, lifecycle, engine.model_name)
-            metrics = ServingMetrics(engine.model_name, _metric_reads(engine, history))
+                    await running.enter_async_context(engine.keep_answers(history))
+            extensions = dialects.body_extensions(settings.dialect)
+            application = await server.make_app(engine.llm, args, read_options, errors.error_fields, extensions)
+            extend_app(application, rooms, settings, access, lifecycle, engine.model_name)
+            metrics = ServingMetrics(engine.model_name, _engine_metric_reads(engine, history))
             closing.enter_context(watch_loop(metrics.loop_lagged))
 
             # Several engines have watchdogs of their own, which start an engine again.
             watchdog = settings.engine_watchdog if settings.replicas is None else 0.0
             shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
-            ready = partial(
+            on_ready = partial(
                 log_ready, server.url_of(args, sock), engine.model_name, settings.policy, settings.group_size
             )
             # Taking over the saved prompts removes them from the file. It is the last step, so that the next server
             # finds them if this server fails to start.
             rooms.batches.restore_carried()
             try:
-                await server.serve(application, args, sock, shutdown, LimitedHttp, ready)
+                await server.serve(application, args, sock, shutdown, LimitedHttp, on_ready)
             finally:
-                lost = await rooms.batches.close()
-    return exit_code(engine.llm, lifecycle, lost)
+                lost_prompts = await rooms.batches.close()
+    return exit_code(engine.llm, lifecycle, lost_prompts)
 
 
 @asynccontextmanager
 async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
-    """Start the verifiers of the settings, and end their processes at last.
-
-    Raises:
-        InvalidSetting: the code of a verifier cannot be loaded.
-    """
     limits = VerifierLimits(
         settings.verifier_timeout,
         settings.verifier_processes,
@@ -264,25 +259,25 @@ async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
         await verifiers.close()
 
 
-def _restore_history(settings: Settings, engine: RunningEngine, answers: NumberedFile) -> History:
-    history = History(settings.history_bytes, answers.put)
-    unusable = history.restore(answers.read(), engine.vocabulary_size)
-    if unusable:
+def _restore_history(settings: Settings, engine: RunningEngine, kept_answers: NumberedFile) -> History:
+    history = History(settings.history_bytes, kept_answers.put)
+    num_dropped = history.restore(kept_answers.read(), engine.vocabulary_size)
+    if num_dropped:
         logger.warning(
-            "%d answers that were kept for drafts are damaged or of another model, and are dropped", unusable
+            "%d answers that were kept for drafts are damaged or of another model, and are dropped", num_dropped
         )
     return history
 
 
-def _metric_reads(engine: RunningEngine, history: History | None) -> Reads:
+def _engine_metric_reads(engine: RunningEngine, history: History | None) -> Reads:
     """Return the functions that read the values of `ServingMetrics`."""
     held_requests = engine.llm.held_requests
 
+    # `draft_totals` has the drafted tokens of each source, and then the accepted tokens of each source.
     def count_drafted(source: str) -> int:
         return held_requests.draft_totals[DRAFT_SOURCES.index(source)]
 
     def count_accepted(source: str) -> int:
-        # The accepted tokens of all sources follow the drafted tokens of all sources.
         return held_requests.draft_totals[len(DRAFT_SOURCES) + DRAFT_SOURCES.index(source)]
 
     return {
@@ -299,7 +294,7 @@ def _metric_reads(engine: RunningEngine, history: History | None) -> Reads:
 def _start_engines(
     settings: Settings,
     args: Namespace,
-    argv: Sequence[str],
+    vllm_argv: Sequence[str],
 ) -> AbstractAsyncContextManager[RunningEngine]:
     if settings.replicas is None:
         return start_engine(args)
@@ -307,11 +302,12 @@ def _start_engines(
     from darts_server.vllm.fleet.ray_hosts import Cluster
 
     cluster = Cluster(settings.ray_address, settings.gpus_per_replica)
-    return start_fleet(args, argv, settings.replicas, cluster.place, cluster.host, settings.engine_watchdog)
+    return start_fleet(args, vllm_argv, settings.replicas, cluster.place, cluster.host, settings.engine_watchdog)
 
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
     access.reload_keys()
+    # Nobody can continue the prompts of a key that was removed.
     batches.carried.drop_prompts_without_caller()
 
 
@@ -350,7 +346,7 @@ def make_rooms(
         scorer=pruner,
         verifier=verifiers,
     )
-    control.apply_to(rollouts, engine.llm.set_drafting)
+    control.connect(rollouts, engine.llm.set_drafting)
 
     # New weights.
     timeout = settings.weights_timeout
@@ -390,7 +386,7 @@ def make_rooms(
     provenance = Provenance()
     monitor = Monitor(rollouts, sessions)
     confidence = Confidence(store)
-    metrics = RolloutMetrics(engine.model_name, _make_reads(rollouts, store, bias, batches))
+    metrics = RolloutMetrics(engine.model_name, _rollout_metric_reads(rollouts, store, bias, batches))
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
@@ -422,9 +418,9 @@ def make_rooms(
     events.session_request_refused.add(session_metrics.request_refused)
 
     # Votes. The search for an answer in a text takes 3 seconds at most, so closing does not wait longer.
-    searches = ThreadPoolExecutor(1, "vote-answers")
-    closing.callback(searches.shutdown, cancel_futures=True)
-    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics.vote_ended, searches)
+    answer_searches = ThreadPoolExecutor(1, "vote-answers")
+    closing.callback(answer_searches.shutdown, cancel_futures=True)
+    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics.vote_ended, answer_searches)
 
     return Rooms(
         store,
@@ -448,12 +444,6 @@ def _make_pruner(
     store: Store,
     model_name: str,
 ) -> Pruner:
-    """Create the pruner, and start it if the default policy prunes.
-
-    Raises:
-        InvalidSetting: the default policy prunes, and the engine sends no hidden states.
-    """
-
     def read_metric(name: str, prediction: str) -> float | None:
         measured = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
         value: float | None = getattr(measured, name)
@@ -492,7 +482,7 @@ def _make_pruner(
     return pruner
 
 
-def _make_reads(
+def _rollout_metric_reads(
     rollouts: VllmRollouts,
     store: Store,
     bias: LengthBias,
@@ -503,7 +493,7 @@ def _make_reads(
     deadlines = rollouts.allocator.deadlines
     rewards = statistics.rewards
 
-    def length(kind: str, statistic: str) -> float | None:
+    def read_length(kind: str, statistic: str) -> float | None:
         if statistic == "mean":
             return bias.mean(kind)
         return bias.quantile(kind, QUANTILES[statistic])
@@ -517,7 +507,7 @@ def _make_reads(
         "darts_observer_failures_total": lambda: rollouts.observers.failures,
         "darts_step_seconds": statistics.latency.step_seconds,
         "darts_start_seconds": lambda: statistics.latency.start_seconds,
-        "darts_length_tokens": length,
+        "darts_length_tokens": read_length,
         "darts_pass_rate": lambda: rewards.dataset.pass_rate,
         "darts_answer_length_tokens": rewards.mean_length,
         "darts_deadline_lost_share": deadlines.lost_share,
@@ -529,7 +519,7 @@ def _make_reads(
 # --- our part of vLLM's app -----------------------------------------------------
 
 
-def extend(
+def extend_app(
     application: FastAPI,
     rooms: Rooms,
     settings: Settings,
@@ -538,20 +528,21 @@ def extend(
     model_name: str,
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
-    errors.install(application)
+    # These three change the routes that the app has now, which are vLLM's.
+    errors.install_handlers(application)
     limit_json(application)
     end_at_first_error(application)
 
     statistics = rooms.rollouts.statistics
-    monitored = MonitorSources(
+    monitor_sources = MonitorSources(
         rooms.monitor,
         statistics.rewards,
         rooms.updates.coordinator,
         rooms.store,
-        stopping=lambda: server.is_stopping(application),
+        is_stopping=lambda: server.is_stopping(application),
     )
     application.include_router(
-        router(
+        create_router(
             rooms.provenance,
             statistics,
             rooms.store,
@@ -561,7 +552,7 @@ def extend(
             rooms.sessions,
             rooms.reward_matcher,
             rooms.updates,
-            monitored,
+            monitor_sources,
             access.needs_key,
         )
     )
@@ -576,8 +567,8 @@ def extend(
         limits=BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"),
         on_refusal=AccessMetrics(model_name).refused,
         lifecycle=lifecycle,
-        opened=dialects.opened_routes(settings.dialect),
-        session_of_key=rooms.sessions.owner_of_key,
+        access_overrides=dialects.access_overrides(settings.dialect),
+        find_session_of_key=rooms.sessions.owner_of_key,
     )
     application.add_middleware(SessionPaths)
 
@@ -585,7 +576,7 @@ def extend(
 # --- the command doctor ---------------------------------------------------------
 
 
-def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
+def run_all_checks(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     """Check everything that a server needs, and start nothing."""
     args = flags.parse(_add_sampling_flags(settings, vllm_argv))
     yield from check_local(settings, args)

@@ -66,40 +66,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="the same as the command version")
     # argparse would insist on a command.
     if arguments[:1] == ["--version"]:
-        return _version([])
+        return _print_version([])
 
-    # The other arguments have parsers of their own: ours first, then vLLM's.
-    run, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
+    # This parser reads only the command's name. The other arguments have parsers of their own: ours, then vLLM's.
+    run_command, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
-        return run(arguments[1:])
+        return run_command(arguments[1:])
     except (InvalidSetting, StateError) as error:
         print(f"darts-server: {error}", file=sys.stderr)
         return USAGE_ERROR
 
 
 def _serve(argv: list[str]) -> int:
-    parsed = _parse("serve", SERVE, SERVE_MORE, argv)
+    parsed = _parse_arguments("serve", SERVE, SERVE_MORE, argv)
+    # The help was printed.
     if parsed is None:
         return 0
-    loaded, vllm_argv = parsed
-    logs.set_up(loaded.log_format, loaded.log_level)
+    our_settings, vllm_argv = parsed
+    logs.set_up(our_settings.log_format, our_settings.log_level)
 
-    if loaded.replicas is not None:
+    if our_settings.replicas is not None:
         if find_spec("ray") is None:
             raise InvalidSetting("--replicas runs engines under Ray: pip install 'darts-server[ray]'")
         # This must happen before vLLM imports Ray.
-        if loaded.ray_address is None:
+        if our_settings.ray_address is None:
             prepare_cluster()
 
     # Importing vLLM takes seconds.
     from darts_server import app
 
-    return app.serve(loaded, vllm_argv)
+    return app.serve(our_settings, vllm_argv)
 
 
 def _doctor(argv: list[str]) -> int:
     try:
-        parsed = _parse("doctor", DOCTOR, "", argv)
+        parsed = _parse_arguments("doctor", DOCTOR, "", argv)
     except InvalidSetting as error:
         return _print_findings(
             [startup_checks.fail("settings", str(error)), startup_checks.warn("the rest", "not checked")]
@@ -111,41 +112,38 @@ def _doctor(argv: list[str]) -> int:
 
     from darts_server import app
 
-    return _print_findings(chain([startup_checks.ok("settings", "valid")], app.examine(*parsed)))
+    return _print_findings(chain([startup_checks.ok("settings", "valid")], app.run_all_checks(*parsed)))
 
 
 def _print_findings(findings: Iterable[startup_checks.Finding]) -> int:
     """Print each finding as soon as it is known, and return 1 if a check failed, else 0."""
-    failed = False
+    exit_code = 0
     for finding in findings:
         print(finding, flush=True)
-        failed |= finding.verdict is startup_checks.Verdict.FAIL
-    return int(failed)
+        if finding.verdict is startup_checks.Verdict.FAIL:
+            exit_code = 1
+    return exit_code
 
 
-def _version(_: list[str]) -> int:
+def _print_version(_: list[str]) -> int:
     from darts_server.vllm.compat import vllm_version
 
     print(f"darts-server {version('darts-server')}, vLLM {vllm_version() or 'not installed'}")
     return 0
 
 
-def _main_of(module: str) -> Callable[[list[str]], int]:
-    """Return a function that imports a module and calls its ``main``, so that only the chosen command is imported."""
+def _import_and_run(module: str) -> Callable[[list[str]], int]:
+    # Only the chosen command's module is imported.
     return lambda argv: import_module(module).main(argv)
 
 
-def _parse(
+def _parse_arguments(
     command: str,
     description: str,
     epilog: str,
     argv: list[str],
 ) -> tuple[settings.Settings, list[str]] | None:
-    """Return our settings and the remaining arguments, which are vLLM's. None if the help was printed.
-
-    Raises:
-        InvalidSetting
-    """
+    """Return our settings and the remaining arguments, which are vLLM's. None if the help was printed."""
     # vLLM has its own --help=FLAG, so the parser must not handle --help.
     parser = argparse.ArgumentParser(
         prog=f"darts-server {command}",
@@ -160,19 +158,23 @@ def _parse(
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         return None
-    ours, vllm_argv = parser.parse_known_args(argv)
-    flags = vars(ours)
-    return settings.load(flags, flags.pop("darts_config")), vllm_argv
+    our_arguments, vllm_argv = parser.parse_known_args(argv)
+    flags = vars(our_arguments)
+    config = flags.pop("darts_config")
+    return settings.load(flags, config), vllm_argv
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
-    "demo": (_main_of("darts_server.offline.demo.command"), "see what shaping saves, on a tiny model"),
+    "demo": (_import_and_run("darts_server.offline.demo.command"), "see what shaping saves, on a tiny model"),
     "simulate": (
-        _main_of("darts_server.offline.simulation.command"),
+        _import_and_run("darts_server.offline.simulation.command"),
         "compare policies on your workload, without an engine",
     ),
-    "trace": (_main_of("darts_server.offline.trace"), "write the lengths that a server has learned, for simulate"),
+    "trace": (
+        _import_and_run("darts_server.offline.trace"),
+        "write the lengths that a server has learned, for simulate",
+    ),
     "doctor": (_doctor, "check whether a server could start"),
-    "version": (_version, "print the versions of darts-server and vLLM"),
+    "version": (_print_version, "print the versions of darts-server and vLLM"),
 }

@@ -33,21 +33,22 @@ class Control:
         self.planner = make_planner(settings)
         self._rollouts: Rollouts[Any, Any] | None = None
         self._has_drafter = settings.speculate == "auto"
-        self._speculate: Callable[[bool], Awaitable[None]] | None = None
+        self._switch_drafts: Callable[[bool], Awaitable[None]] | None = None
 
-    def apply_to(
-        self, rollouts: Rollouts[Any, Any], speculate: Callable[[bool], Awaitable[None]] | None = None
+    def connect(
+        self, rollouts: Rollouts[Any, Any], switch_drafts: Callable[[bool], Awaitable[None]] | None = None
     ) -> None:
-        """Let each `change` replace the planner of ``rollouts``, and call ``speculate`` if drafts change."""
+        """Let each `change` replace the planner of ``rollouts``, and switch drafts on or off."""
         self._rollouts = rollouts
-        self._speculate = speculate
+        self._switch_drafts = switch_drafts
 
-    def current(self) -> dict[str, object]:
-        in_force = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
-        names = list(self.planner.policy_names())
+    def current_settings(self) -> dict[str, object]:
+        runtime_settings = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
+        policies = list(self.planner.policy_names())
+        # This policy needs rewards while groups run.
         if not self.settings.verifier:
-            names.remove("informative")
-        return {**in_force, "policies": names}
+            policies.remove("informative")
+        return {**runtime_settings, "policies": policies}
 
     def schema(self) -> dict[str, object]:
         properties = Settings.model_json_schema()["properties"]
@@ -67,9 +68,9 @@ class Control:
         changes_drafts = settings.speculate != self.settings.speculate
         self.settings = settings
         self.planner = planner
-        if changes_drafts and self._speculate is not None:
-            await self._speculate(settings.speculate == "auto")
-        return self.current()
+        if changes_drafts and self._switch_drafts is not None:
+            await self._switch_drafts(settings.speculate == "auto")
+        return self.current_settings()
 
     def new_planner(self, overrides: Mapping[str, object]) -> Planner:
         """Create the planner of a batch. The key ``name`` overrides the policy, other keys override settings.
@@ -105,20 +106,21 @@ def make_planner(settings: Settings) -> Planner:
         budget=budget,
     )
     # The other policies stop long candidates. Their default redundancy does not suit ``informative``.
-    is_set = "redundancy" in settings.model_fields_set and budget is BudgetKind.FIXED
-    signal_redundancy = redundancy if is_set else INFORMATIVE_REDUNDANCY
-    signal_maximum = INFORMATIVE_SPREAD * signal_redundancy
+    informative_redundancy = INFORMATIVE_REDUNDANCY
+    if "redundancy" in settings.model_fields_set and budget is BudgetKind.FIXED:
+        informative_redundancy = redundancy
+    informative_maximum = INFORMATIVE_SPREAD * informative_redundancy
     if "max_redundancy" in settings.model_fields_set:
-        signal_maximum = max(settings.max_redundancy, signal_redundancy)
+        informative_maximum = max(settings.max_redundancy, informative_redundancy)
     informative = Shaping(
-        redundancy=signal_redundancy,
-        max_redundancy=signal_maximum,
+        redundancy=informative_redundancy,
+        max_redundancy=informative_maximum,
         adapts_to_signal=True,
         skip_floor=settings.skip_floor,
         select=Select(settings.select),
         advantage_std=settings.advantage_std,
     )
-    # A share of 1 lifts the limit for groups too.
+    # A share of 1 lifts the limit of lost groups too.
     deadline = Deadline(
         quantile=settings.deadline_quantile,
         exploration=settings.exploration,

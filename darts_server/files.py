@@ -18,14 +18,14 @@ class Stamp(NamedTuple):
     """Identifies a file and its state."""
 
     place: str
-    """Machine and mounts, see `_place`."""
+    """Machine and mount namespace, which all processes of a container share."""
     device: int
     inode: int
     size: int
     changed: int
     """Time of the last change in nanoseconds."""
 
-    def fits(self, other: "Stamp") -> bool:
+    def matches(self, other: "Stamp") -> bool:
         if self.place == other.place:
             return self == other
         # Another machine has a mount of its own, or a copy, so only the size can be compared.
@@ -41,7 +41,7 @@ def open_file(path: Path, root: Path | None = None) -> BinaryIO:
     Raises:
         OSError: ``strerror`` names the mistake.
     """
-    descriptor = _open(path, root)
+    descriptor = _open_file_or_folder(path, root)
     if stat.S_ISDIR(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
@@ -55,7 +55,7 @@ def open_unchanged(path: Path, stamp: Stamp) -> BinaryIO:
         OSError: the file is gone, or was changed or replaced.
     """
     file = open_file(path)
-    if not stamp_of(file).fits(stamp):
+    if not stamp_of(file).matches(stamp):
         file.close()
         raise OSError(errno.ESTALE, "has changed since it was checked", str(path))
     return file
@@ -80,7 +80,7 @@ def list_folder(path: Path, root: Path | None) -> list[str] | None:
     Raises:
         OSError: ``path`` is neither a folder nor a regular file.
     """
-    descriptor = _open(path, root)
+    descriptor = _open_file_or_folder(path, root)
     try:
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         return os.listdir(descriptor) if is_folder else None
@@ -90,7 +90,7 @@ def list_folder(path: Path, root: Path | None) -> list[str] | None:
 
 def stamp_of(file: BinaryIO | Path) -> Stamp:
     status = os.stat(file) if isinstance(file, Path) else os.fstat(file.fileno())
-    return Stamp(_place(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return Stamp(_machine_and_mounts(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def path_of(file: BinaryIO) -> str:
@@ -99,16 +99,14 @@ def path_of(file: BinaryIO) -> str:
 
 
 @cache
-def _place() -> str:
-    """Return the machine and the mount namespace, which all processes of a container share."""
-    mounts = ""
+def _machine_and_mounts() -> str:
+    mount_namespace = ""
     with suppress(OSError):
-        mounts = os.readlink("/proc/self/ns/mnt")
-    return f"{socket.gethostname()} {mounts}"
+        mount_namespace = os.readlink("/proc/self/ns/mnt")
+    return f"{socket.gethostname()} {mount_namespace}"
 
 
-def _open(path: Path, root: Path | None) -> int:
-    """Return the descriptor of a regular file or a folder. ``root``: see `open_file`."""
+def _open_file_or_folder(path: Path, root: Path | None) -> int:
     try:
         descriptor = os.open(path, _READ) if root is None else _open_below(root, path.relative_to(root).parts)
     except OSError as error:
@@ -122,25 +120,25 @@ def _open(path: Path, root: Path | None) -> int:
     return descriptor
 
 
-def _open_below(root: Path, parts: tuple[str, ...]) -> int:
-    """Open each component relative to its parent's descriptor, so that no parent can be replaced. Return the last."""
-    if ".." in parts:
-        raise ValueError(f"must not have '..' in it: {parts}")
-    names = parts or (".",)
-    opened = os.open(root, _FOLDER)
-    for number, name in enumerate(names, 1):
-        folder = opened
-        flags = _READ if number == len(names) else _FOLDER
+def _open_below(root: Path, components: tuple[str, ...]) -> int:
+    if ".." in components:
+        raise ValueError(f"must not have '..' in it: {components}")
+    components = components or (".",)
+    descriptor = os.open(root, _FOLDER)
+    # Each component is opened relative to its parent's descriptor, so that no parent can be replaced meanwhile.
+    for number, name in enumerate(components, 1):
+        parent = descriptor
+        flags = _READ if number == len(components) else _FOLDER
         try:
-            opened = os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
+            descriptor = os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
         except OSError as error:
             # With O_DIRECTORY a link gives ENOTDIR in place of ELOOP.
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                status = os.stat(name, dir_fd=parent, follow_symlinks=False)
                 if stat.S_ISLNK(status.st_mode):
                     message = f"{name} is a symbolic link; give the path that it points to"
                     raise OSError(errno.ELOOP, message) from error
             raise
         finally:
-            os.close(folder)
-    return opened
+            os.close(parent)
+    return descriptor

@@ -16,7 +16,7 @@ NAME_CHARS = 256
 REQUEST_ID_CHARS = NAME_CHARS + 64
 """vLLM adds the route's name and the prompt's number to a request's id, and a random id to a beam's id."""
 RULE = f"1 to {NAME_CHARS} printable characters"
-SAFE = ":@+=,"
+UNENCODED = ":@+=,"
 """Characters that need no encoding, beside letters, digits and ``-._~``."""
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity")
 """Headers with the name of a trajectory, for vLLM, for routers in front of vLLM, NVIDIA Dynamo and Fireworks."""
@@ -29,32 +29,32 @@ def is_name(text: str, max_chars: int = NAME_CHARS) -> bool:
 
 
 def check_name(field: str, text: str, max_chars: int = NAME_CHARS) -> None:
-    """Accept a name, or empty text for no name.
-
+    """
     Raises:
         InvalidRequest: the identifier is too long, or not printable.
     """
+    # An empty text means that the caller has sent no name.
     if text and not is_name(text, max_chars):
         raise InvalidRequest(field, f"must be {RULE}; shorten it, and omit line breaks and control characters")
 
 
-def without_controls(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def header_value(identifier: str) -> str:
-    """Encode an identifier for a header or a path."""
-    return quote(identifier, safe=SAFE)
+def encode_for_header(identifier: str) -> str:
+    """Percent-encode an identifier for a header or a path."""
+    return quote(identifier, safe=UNENCODED)
 
 
-def from_header(value: str) -> str:
+def decode_from_header(value: str) -> str:
     return unquote(value)
 
 
-def _checked(text: str) -> str:
+def _validate_name(text: str) -> str:
     if not is_name(text):
         raise ValueError(f"must be {RULE}")
     return text
 
 
-Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS), AfterValidator(_checked)]
+Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS), AfterValidator(_validate_name)]

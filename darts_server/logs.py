@@ -35,10 +35,12 @@ def set_up(log_format: str, level: str | None) -> None:
     os.environ[LEVEL_VARIABLE] = level
     config = logging_config(log_format, level)
     if log_format == "json":
-        other = os.environ.get(CONFIG_VARIABLE)
-        if other:
-            raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; omit one")
-        # The file is never deleted, because processes may start at any time.
+        vllm_config = os.environ.get(CONFIG_VARIABLE)
+        if vllm_config:
+            raise InvalidSetting(
+                f"--log-format json and {CONFIG_VARIABLE} = {vllm_config} exclude each other; omit one"
+            )
+        # vLLM reads the file in each of its processes, which may start at any time. So the file is never deleted.
         with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
             json.dump(config, file)
         os.environ[CONFIG_VARIABLE] = file.name
@@ -59,8 +61,9 @@ def logging_config(log_format: str, level: str) -> dict[str, Any]:
             "rename_fields": {"asctime": "time", "levelname": "level", "name": "logger"},
             "datefmt": "%Y-%m-%dT%H:%M:%S%z",
         }
-        at_least_info = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
-        levels |= {"vllm": level, "uvicorn": at_least_info, "uvicorn.access": at_least_info}
+        # uvicorn's DEBUG lines are left out.
+        uvicorn_level = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
+        levels |= {"vllm": level, "uvicorn": uvicorn_level, "uvicorn.access": uvicorn_level}
 
     loggers = {}
     for name, logger_level in levels.items():
@@ -90,6 +93,7 @@ class RequestId(logging.Filter):
         request_id = caller.get().request_id
         if request_id is not None:
             record.request_id = request_id
+        # No line is dropped.
         return True
 
 
@@ -109,7 +113,7 @@ def log_group(record: GroupRecord) -> None:
         "seconds": round(record.ended_at - record.started_at, 3),
         "deadline": record.deadline,
     }
-    logger.debug("group %s", _join(fields), extra=fields)
+    logger.debug("group %s", _format_fields(fields), extra=fields)
 
 
 def log_cohort(record: CohortRecord) -> None:
@@ -124,7 +128,7 @@ def log_cohort(record: CohortRecord) -> None:
         "explored": record.explored,
         "auto_choice": record.auto_choice,
     }
-    logger.info("cohort %s", _join(fields), extra=fields)
+    logger.info("cohort %s", _format_fields(fields), extra=fields)
 
 
 def log_start(model: str) -> None:
@@ -133,12 +137,13 @@ def log_start(model: str) -> None:
 
 
 def log_ready(url: str, model: str, policy: str, group_size: int | None) -> None:
-    single = f"single requests of one prompt form groups of {group_size}"
+    page = f"{url}/darts/"
+    grouping = f"single requests of one prompt form groups of {group_size}"
     if group_size is None:
-        single = "single requests that name no group are not grouped (--group-size)"
-    fields = {"url": url, "page": f"{url}/darts/", "model": model, "policy": policy, "group_size": group_size}
+        grouping = "single requests that name no group are not grouped (--group-size)"
+    fields = {"url": url, "page": page, "model": model, "policy": policy, "group_size": group_size}
     message = "darts-server is ready: %s (page: %s), model %s, policy %s, %s"
-    logger.info(message, url, fields["page"], model, policy, single, extra=fields)
+    logger.info(message, url, page, model, policy, grouping, extra=fields)
 
 
 def log_announced_update(version: int) -> None:
@@ -155,8 +160,8 @@ def log_update(record: UpdateRecord) -> None:
         "source": record.source,
         "seconds": round(sum(record.seconds.values()), 3),
     }
-    logger.info("weight update %s", _join(fields), extra=fields)
+    logger.info("weight update %s", _format_fields(fields), extra=fields)
 
 
-def _join(fields: Mapping[str, object]) -> str:
+def _format_fields(fields: Mapping[str, object]) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)

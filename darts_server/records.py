@@ -12,27 +12,27 @@ GroupKey = tuple[str | None, str]
 """Owner and id of a group. Callers choose ids, so two owners may choose the same id."""
 
 
-def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans:
-    """Extend spans to ``tokens`` tokens in all, with new tokens of ``version``; or cut the spans to fewer tokens."""
+def extend_spans(spans: VersionSpans, version: int, total_tokens: int) -> VersionSpans:
+    """Extend spans to ``total_tokens`` with new tokens of ``version``, or cut the spans to fewer tokens."""
     extended: list[tuple[int, int]] = []
-    # Each span gets at most the tokens that earlier spans leave.
-    for span_version, length in (*spans, (version, tokens)):
-        count = min(length, tokens)
+    # The new span could have all tokens, but gets only the tokens that earlier spans leave.
+    tokens_left = total_tokens
+    for span_version, span_tokens in (*spans, (version, total_tokens)):
+        count = min(span_tokens, tokens_left)
         if count <= 0:
             continue
-        tokens -= count
+        tokens_left -= count
         if extended and extended[-1][0] == span_version:
             count += extended.pop()[1]
         extended.append((span_version, count))
     return tuple(extended)
 
 
-def join_spans(spans: VersionSpans, more: VersionSpans) -> VersionSpans:
-    """Append the spans of later tokens."""
-    total = sum(tokens for _, tokens in spans)
-    for version, tokens in more:
-        total += tokens
-        spans = extend_spans(spans, version, total)
+def append_spans(spans: VersionSpans, later_spans: VersionSpans) -> VersionSpans:
+    total_tokens = sum(tokens for _, tokens in spans)
+    for version, tokens in later_spans:
+        total_tokens += tokens
+        spans = extend_spans(spans, version, total_tokens)
     return spans
 
 
@@ -77,9 +77,10 @@ class CandidateRecord:
     """Length of a session whose group compares sessions by seconds, or None in groups that compare tokens."""
 
     @property
-    def order(self) -> tuple[int, int]:
+    def length_order(self) -> tuple[int, int]:
         """Sort key by which the group's rule compared the candidates: the shortest comes first."""
-        return (self.tokens if self.milliseconds is None else self.milliseconds, self.index)
+        length = self.tokens if self.milliseconds is None else self.milliseconds
+        return (length, self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class GroupRecord:
     decided_early: bool = False
     """Whether candidates were stopped because enough others had unequal rewards."""
     run_probability: float = 1.0
-    """Probability that the batch ran the prompt. The group counts 1 / so much."""
+    """Probability that the batch ran the prompt. The group's weight is the inverse of it."""
     weight_version: int = 0
     """Version of the weights when the group ended."""
     key: GroupKey = field(init=False, repr=False, compare=False)
@@ -167,9 +168,11 @@ class GroupRecord:
             return None
         if self.completion_length is None:
             return self.cut_length
-        # The group waited for this candidate, even beyond the cohort's deadline.
+        # Even beyond the cohort's deadline, the group waited until its last needed candidate had finished.
         deadline = max(self.cohort_deadline, self.completion_length)
-        return deadline if self.cut_length is None else min(deadline, self.cut_length)
+        if self.cut_length is None:
+            return deadline
+        return min(deadline, self.cut_length)
 
     @property
     def current_candidates(self) -> Sequence[CandidateRecord]:
@@ -191,8 +194,10 @@ class GroupRecord:
         """Whether the returned trajectories have more than one weight version."""
         versions: set[int | None] = set()
         for c in self.selected:
+            versions.add(c.weight_version_start)
+            versions.add(c.weight_version_end)
             # The spans count too, because weights may have been switched back again.
-            versions |= {c.weight_version_start, c.weight_version_end, *dict(c.version_spans)}
+            versions.update(version for version, _ in c.version_spans)
         return len(versions) > 1
 
 
@@ -220,11 +225,11 @@ class CohortRecord:
     returned_lengths: list[list[int]] = field(default_factory=list)
     """Lengths of the returned trajectories of each group that returned any, in tokens."""
 
-    def add(self, group: GroupRecord) -> None:
-        """Add a group that has ended."""
+    def add_ended_group(self, group: GroupRecord) -> None:
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
-        self.completed += group.outcome is Outcome.COMPLETED
+        if group.outcome is Outcome.COMPLETED:
+            self.completed += 1
         for c in group.candidates:
             # A deadline may cut a candidate within its carried tokens.
             self.new_tokens += max(c.tokens - c.resumed, 0)

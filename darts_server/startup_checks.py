@@ -56,7 +56,9 @@ class Finding:
         return f"{self.verdict:<5} {self.subject:<10} {self.message}"
 
 
-ok, warn, fail = (partial(Finding, verdict) for verdict in Verdict)
+ok = partial(Finding, Verdict.OK)
+warn = partial(Finding, Verdict.WARN)
+fail = partial(Finding, Verdict.FAIL)
 
 
 def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
@@ -86,21 +88,20 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
         yield ok("vLLM", version or "none")
     else:
         yield warn("vLLM", warning)
-    yield _judge("devices", *checks.check_devices())
+    yield _finding_of("devices", *checks.check_devices())
     if has_model:
-        yield _judge("model", *checks.check_model(args))
+        yield _finding_of("model", *checks.check_model(args))
     else:
         yield warn("model", "no model given; name a model to check it too")
 
 
-def _judge(subject: str, description: str, fault: str | None) -> Finding:
+def _finding_of(subject: str, description: str, fault: str | None) -> Finding:
     if fault is None:
         return ok(subject, description)
     return fail(subject, f"{description}: {fault}")
 
 
 def check_verifiers(settings: Settings) -> Finding:
-    """Check the verifiers as far as it is possible without running their code."""
     try:
         specs = parse_specs(settings.verifier)
     except InvalidSetting as error:
@@ -114,20 +115,20 @@ def check_verifiers(settings: Settings) -> Finding:
 def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARED_BYTES) -> Finding:
     if not folder.is_dir():
         return warn("memory", f"{folder} does not exist: engines with several processes need it")
-    size = shutil.disk_usage(folder).total
-    message = f"{folder} has {size / GIB:.1f} GiB"
-    if size < min_bytes:
+    total_bytes = shutil.disk_usage(folder).total
+    message = f"{folder} has {total_bytes / GIB:.1f} GiB"
+    if total_bytes < min_bytes:
         return warn("memory", f"{message}: give a container --ipc host, or --shm-size of some gigabytes")
     return ok("memory", message)
 
 
 def check_file_descriptors(minimum: int = MIN_FILES) -> Finding:
-    """Check the hard limit only, because vLLM raises the soft limit."""
-    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
+    # vLLM raises the soft limit.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit == resource.RLIM_INFINITY:
         return ok("files", "no limit")
-    message = f"{limit} may be open"
-    if limit < minimum:
+    message = f"{hard_limit} may be open"
+    if hard_limit < minimum:
         return warn("files", f"{message}: raise the hard limit (ulimit -Hn) to at least {minimum}, or connections fail")
     return ok("files", message)
 
@@ -146,20 +147,21 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Finding:
-    """Check ``--state-dir``. Nothing is created, and an existing file is only opened."""
     if folder is None:
         return ok("state", "kept in memory and lost when the server stops; --state-dir keeps it")
     try:
+        # Opening an existing file checks it. A store without a file would create one.
         if (folder / FILE_NAME).exists():
             Store(folder).close()
     except StateError as error:
         return fail("state", str(error))
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        return fail("state", f"{existing} is not writable; choose another --state-dir, or change its owner")
-    free = shutil.disk_usage(existing).free
-    if free < min_bytes:
-        return warn("state", f"{folder} has {free / GIB:.2f} GiB left: make room, or new lengths are not stored")
+    # The server would create the missing folders.
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        return fail("state", f"{nearest} is not writable; choose another --state-dir, or change its owner")
+    free_bytes = shutil.disk_usage(nearest).free
+    if free_bytes < min_bytes:
+        return warn("state", f"{folder} has {free_bytes / GIB:.2f} GiB left: make room, or new lengths are not stored")
     return ok("state", str(folder))
 
 
@@ -174,11 +176,12 @@ def check_weights(root: Path | None, staging: Path | None, model_bytes: int | No
     if not os.access(folder, os.W_OK | os.X_OK):
         yield fail("staging", f"{folder} is not writable; choose another --weights-staging")
         return
-    free = shutil.disk_usage(folder).free
-    message = f"{folder} has {free / GIB:.1f} GiB left for pushed weights"
-    needed = STAGED_MODELS * (model_bytes or 0)
-    if free < needed:
-        yield warn("staging", f"{message}, and two models need {needed / GIB:.1f}: choose another --weights-staging")
+    free_bytes = shutil.disk_usage(folder).free
+    message = f"{folder} has {free_bytes / GIB:.1f} GiB left for pushed weights"
+    needed_bytes = STAGED_MODELS * (model_bytes or 0)
+    if free_bytes < needed_bytes:
+        gibibytes = f"{needed_bytes / GIB:.1f}"
+        yield warn("staging", f"{message}, and two models need {gibibytes}: choose another --weights-staging")
     else:
         yield ok("staging", message)
 
@@ -201,7 +204,6 @@ def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) 
 
 
 def check_policy(settings: Settings) -> Finding:
-    """Check whether the default policy ignores ``--group-size``."""
     if settings.policy == "auto" and settings.group_size is not None:
         return warn(
             "policy",
@@ -212,7 +214,7 @@ def check_policy(settings: Settings) -> Finding:
 
 
 def check_probe(settings: Settings, fault: str | None) -> Finding:
-    """Check whether the quality head can get hidden states. ``fault``: why the flags prevent it, or None."""
+    """Check whether the quality head can get hidden states. ``fault``: why vLLM's flags prevent it, or None."""
     is_needed = "arrol" in settings.policy and "head" in settings.quality
     if fault is None and is_needed:
         return ok("probe", "available")

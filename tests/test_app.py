@@ -102,7 +102,7 @@ async def test_keys_are_taken_from_the_environment_so_that_the_engine_does_not_i
         monkeypatch.setenv(name, key)
     args = Namespace(api_key=None, host="127.0.0.1", uds=None, allowed_origins=[])
     access = app._make_access(settings.load({}, None), args)
-    assert access.keys.find(b"one")
+    assert access.keys.find_name(b"one")
     assert access.admin_keys.find(b"root")
     assert not {"one", "root"} & set(os.environ.values())
 
@@ -112,7 +112,7 @@ async def test_carried_prompts_of_a_removed_key_are_dropped(closing: ExitStack, 
     file.write_text("one\ntwo\n")
     access = Access(Keys([], file))
     rooms, _ = make_rooms(closing, tmp_path / "state", access)
-    owners = [access.keys.find(key) for key in (b"one", b"two")]
+    owners = [access.keys.find_name(key) for key in (b"one", b"two")]
     for owner in owners:
         rooms.batches.carried.put(owner, [PROMPT])
     file.write_text("two\nthree\n")

@@ -44,8 +44,8 @@ def test_auto_has_the_limits_of_the_settings() -> None:
 async def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
     control = Control(load({"num_longest": "2"}, None))
     room: Any = SimpleNamespace(planner=control.planner)
-    control.apply_to(room)
-    assert await control.change({"redundancy": 3.0, "policy": "off"}) == control.current()
+    control.connect(room)
+    assert await control.change({"redundancy": 3.0, "policy": "off"}) == control.current_settings()
     assert room.planner is control.planner
     uniform = shaping(room.planner, "uniform")
     assert (uniform.redundancy, uniform.num_longest, room.planner.default_policy) == (3, 2, "off")
@@ -60,8 +60,8 @@ async def test_speculation_is_changed_in_the_engines_and_shown() -> None:
         calls.append(is_on)
 
     room: Any = SimpleNamespace(planner=control.planner)
-    control.apply_to(room, speculate)
-    assert control.current()["speculate"] == "auto"
+    control.connect(room, speculate)
+    assert control.current_settings()["speculate"] == "auto"
     for value in ("off", "off", "auto"):
         assert (await control.change({"speculate": value}))["speculate"] == value
     await control.change({"redundancy": 1.0})
@@ -74,7 +74,7 @@ async def test_a_server_without_a_drafter_cannot_speculate_later() -> None:
     with pytest.raises(InvalidRequest, match="start the server with --speculate auto") as refused:
         await control.change({"speculate": "auto", "policy": "off"})
     assert refused.value.field == "speculate"
-    assert control.current()["policy"] == "auto", "nothing was changed"
+    assert control.current_settings()["policy"] == "auto", "nothing was changed"
     assert (await control.change({"speculate": "off"}))["speculate"] == "off"
 
 
@@ -184,5 +184,5 @@ async def test_informative_is_refused_and_not_offered_without_a_verifier() -> No
     with pytest.raises(InvalidSetting, match=r"^policy 'informative' needs rewards .* start it with --verifier$"):
         load({"policy": "informative"}, None)
 
-    assert control.current()["policies"] == [name for name in POLICIES if name != "informative"]
-    assert Control(load({"verifier": "boxed"}, None)).current()["policies"] == list(POLICIES)
+    assert control.current_settings()["policies"] == [name for name in POLICIES if name != "informative"]
+    assert Control(load({"verifier": "boxed"}, None)).current_settings()["policies"] == list(POLICIES)

@@ -27,5 +27,5 @@ def test_spans_have_all_tokens_and_neighbouring_spans_have_different_versions(
 def test_a_candidate_that_is_cut_within_its_carried_tokens_has_no_new_tokens() -> None:
     cut = CandidateRecord(0, 6, FinishReason.LENGTH, SelectedAs.LONG, None, True, 0.0, 1.0, 0, 0, resumed=10)
     cohort = CohortRecord("darts_cut", 1, 1.0)
-    cohort.add(GroupRecord("g", "p", "darts_cut", 1, Outcome.COMPLETED, (cut,), 0.0, 1.0, None))
+    cohort.add_ended_group(GroupRecord("g", "p", "darts_cut", 1, Outcome.COMPLETED, (cut,), 0.0, 1.0, None))
     assert (cohort.generated_tokens, cohort.new_tokens) == (6, 0)

@@ -162,7 +162,7 @@ class Group:
     decided_early: bool = False
     """Whether candidates were stopped because enough others had unequal rewards."""
     run_probability: float | None = None
-    """Probability that the server ran the prompt, or None. Below 1, the group counts 1 / so much."""
+    """Probability that the server ran the prompt, or None. The group's weight is its inverse."""
     discarded: tuple[Discarded, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None

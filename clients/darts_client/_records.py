@@ -65,7 +65,7 @@ class GroupRecord(WireModel):
     num_rewarded: int | None = None
     decided_early: bool = False
     run_probability: float | None = None
-    """Probability that the batch ran the prompt, or None. Below 1, the group counts 1 / so much."""
+    """Probability that the batch ran the prompt, or None. The group's weight is its inverse."""
     zero_variance: bool | None = None
     """Whether all trajectories have the same reward, or None before all have a reward."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from darts_server.exceptions import IllegalMove
-from darts_server.records import VersionSpans, extend_spans, join_spans
+from darts_server.records import VersionSpans, append_spans, extend_spans
 from darts_server.types import SessionEnd
 
 BLOCK_TOKENS = 256
@@ -277,5 +277,5 @@ class Session:
         row.rest = tokens[full * BLOCK_TOKENS :]
         row.parts.extend((added, len(turn.token_ids)))
         row.generated_logprobs.extend(turn.logprobs)
-        row.spans = join_spans(row.spans, turn.spans)
+        row.spans = append_spans(row.spans, turn.spans)
         self._row_bytes += row.size_bytes

@@ -50,21 +50,21 @@ def _encode_array(value: Any) -> Any:
 _encoder = msgspec.json.Encoder(enc_hook=_encode_array)
 
 
-async def in_thread(function: Callable[[], T]) -> T:
+async def run_in_encoder_thread(function: Callable[[], T]) -> T:
     """Call a slow function in one of a few threads."""
     return await anyio.to_thread.run_sync(function, limiter=_encoders)
 
 
-def slices(answer: bytes) -> Iterator[bytes]:
+def split_into_slices(answer: bytes) -> Iterator[bytes]:
     for start in range(0, len(answer), SLICE_BYTES):
         yield answer[start : start + SLICE_BYTES]
 
 
-async def taking_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield parts of an answer, and let other tasks run between them."""
+async def with_turns_between(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield parts of an answer, and let other tasks run between two parts."""
     for part in parts:
         yield part
-        # Sending yields to other tasks only when the socket's buffer is full.
+        # Sending a part lets other tasks run only when the socket's buffer is full.
         await asyncio.sleep(0)
 
 
@@ -89,7 +89,7 @@ def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) ->
     if len(answer) <= SLICE_BYTES:
         cleanup.close()
         return Response(answer, media_type=media_type)
-    return ClosingResponse(taking_turns(slices(answer)), media_type, len(answer), cleanup)
+    return ClosingResponse(with_turns_between(split_into_slices(answer)), media_type, len(answer), cleanup)
 
 
 class Readers:
@@ -101,11 +101,11 @@ class Readers:
         self._open: Counter[str | None] = Counter()
 
     @property
-    def total(self) -> int:
+    def num_connections(self) -> int:
         return self._open.total()
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def count_connection(self) -> Iterator[None]:
         """Count a connection of the caller while the block runs, or raise `QuotaReached`."""
         name = caller.get().name
         if self._open[name] >= self._limit:
@@ -145,7 +145,7 @@ class SharedEncodings(Generic[T]):
         """Encode in a thread, or use the encoding of another connection under the same key, while the block runs."""
         encoding = self._encodings.get(key)
         if encoding is None:
-            encoding = _Encoding(asyncio.create_task(in_thread(encode)))
+            encoding = _Encoding(asyncio.create_task(run_in_encoder_thread(encode)))
             self._encodings[key] = encoding
         encoding.readers += 1
         try:

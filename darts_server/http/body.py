@@ -57,10 +57,10 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _refuse_unknown_fields(self) -> Self:
         for name in self.model_extra or ():
-            shown = name[:MAX_NAME_CHARS]
-            nearest = get_close_matches(shown, type(self).model_fields, n=1)
+            short_name = name[:MAX_NAME_CHARS]
+            nearest = get_close_matches(short_name, type(self).model_fields, n=1)
             remedy = f"write {nearest[0]}" if nearest else "remove it"
-            raise PydanticCustomError(UNKNOWN_FIELD, "is unknown; {remedy}", {"remedy": remedy, "name": shown})
+            raise PydanticCustomError(UNKNOWN_FIELD, "is unknown; {remedy}", {"remedy": remedy, "name": short_name})
         return self
 
 
@@ -84,32 +84,32 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Ca
 
     The error is also kept in ``caller``, where the middleware finds it.
     """
-    announced = Headers(scope=scope).get("content-length", "")
-    announced_size = int(announced) if announced.isdecimal() else 0
-    received = 0
+    content_length = Headers(scope=scope).get("content-length", "")
+    announced_bytes = int(content_length) if content_length.isdecimal() else 0
+    received_bytes = 0
     is_complete = False
 
     async def receive_limited() -> Message:
-        nonlocal received, is_complete
+        nonlocal received_bytes, is_complete
         # After the body, routes wait for a disconnect, which has no timeout.
         if is_complete:
             return await receive()
         try:
-            if announced_size <= limits.max_bytes:
+            if announced_bytes <= limits.max_bytes:
                 try:
                     with anyio.fail_after(limits.stall_seconds):
                         message = await receive()
                 except TimeoutError as error:
                     raise IncompleteBody from error
 
-                received += len(message.get("body", b""))
+                received_bytes += len(message.get("body", b""))
                 is_complete = not message.get("more_body", False)
-                if received <= limits.max_bytes:
+                if received_bytes <= limits.max_bytes:
                     return message
 
             flag = f" ({limits.flag})" if limits.flag else ""
             raise TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
-        # Not a local name: the error's traceback and this frame would refer to each other, and keep the request in
+        # The error has no local name: its traceback and this frame would refer to each other, and keep the request in
         # memory.
         except InvalidRequest as error:
             if caller is not None:
@@ -120,14 +120,14 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Ca
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read a whole body. Raises as `chunks_of`."""
+    """Read a whole body; see `stream_body`."""
     body = BytesIO()
-    async for chunk in chunks_of(request, max_bytes):
+    async for chunk in stream_body(request, max_bytes):
         body.write(chunk)
     return body.getvalue()
 
 
-async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> AsyncIterator[bytes]:
+async def stream_body(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> AsyncIterator[bytes]:
     """Stream a body as it arrives.
 
     Raises:
@@ -144,59 +144,59 @@ async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STA
         yield message.get("body", b"")
 
 
-async def parse_body(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
+async def parse_body(model: type[ModelT], body: bytes, list_field: str | None = None) -> ModelT:
     """Parse a JSON body, a large body in a thread. Arguments and errors are those of `parse`."""
     if len(body) <= INLINE_BYTES:
         return parse(model, body)
-    return await anyio.to_thread.run_sync(parse, model, body, items, limiter=one_at_a_time)
+    return await anyio.to_thread.run_sync(parse, model, body, list_field, limiter=one_at_a_time)
 
 
-async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, text: bytes) -> ValidatedT:
-    """Convert a body that was parsed from ``text``, a large body in a thread."""
-    if len(text) <= INLINE_BYTES:
+async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, raw_body: bytes) -> ValidatedT:
+    """Convert a body that was parsed from ``raw_body``, a large body in a thread."""
+    if len(raw_body) <= INLINE_BYTES:
         return convert(body)
     return await anyio.to_thread.run_sync(convert, body)
 
 
-def parse(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
+def parse(model: type[ModelT], body: bytes, list_field: str | None = None) -> ModelT:
     """Parse a JSON body.
 
     pydantic keeps the interpreter while it reads a text: a million token ids take .1 s. So the items of a long list are
     parsed one by one.
 
     Args:
-        items: the field with a list of bodies, if the model has such a list.
+        list_field: the field with a list of bodies, if the model has such a list.
 
     Raises:
         InvalidRequest: names the first invalid field, such as ``prompts[3].text``.
         TooLarge: the list has more than `MAX_ITEMS`, or a text that is parsed at once has too many parts or values.
     """
-    if items is None or len(body) <= INLINE_BYTES:
+    if list_field is None or len(body) <= INLINE_BYTES:
         return _parse_at_once(model, body)
-    fields = raw_values(body, dict[str, msgspec.Raw])
-    texts = None
-    if fields is not None and items in fields:
-        texts = split_list(bytes(fields[items]), AnyObject)
-    if texts is None:
+    fields = decode_shallowly(body, dict[str, msgspec.Raw])
+    item_texts = None
+    if fields is not None and list_field in fields:
+        item_texts = split_list(bytes(fields[list_field]), AnyObject)
+    # pydantic reports the error of a body or a field of another type.
+    if item_texts is None:
         return _parse_at_once(model, body)
 
-    # The other fields, with an empty list.
-    whole = _parse_at_once(model, msgspec.json.encode(fields | {items: msgspec.Raw(b"[]")}))
+    # Parse the other fields, with an empty list.
+    parsed = _parse_at_once(model, msgspec.json.encode(fields | {list_field: msgspec.Raw(b"[]")}))
 
-    (item,) = get_args(model.model_fields[items].annotation)
-    values = []
-    for number, text in enumerate(texts):
-        check_at_once(text)
-        values.append(_validate(item.model_validate_json, text, (items, number)))
+    (item_model,) = get_args(model.model_fields[list_field].annotation)
+    items = []
+    for number, text in enumerate(item_texts):
+        _check_parsed_at_once(text)
+        items.append(_validate(item_model.model_validate_json, text, (list_field, number)))
 
     # The assignment validates the length of the list. It does not validate the items again.
-    _validate(lambda value: setattr(whole, items, value), values)
-    return whole
+    _validate(lambda value: setattr(parsed, list_field, value), items)
+    return parsed
 
 
 def _parse_at_once(model: type[ModelT], body: bytes) -> ModelT:
-    """Check and parse a text in one call of pydantic."""
-    check_at_once(body)
+    _check_parsed_at_once(body)
     return _validate(model.model_validate_json, body)
 
 
@@ -204,7 +204,7 @@ class AnyObject(msgspec.Struct, gc=False):
     """Any JSON object. Its fields are skipped."""
 
 
-def raw_values(text: bytes, kind: Any) -> Any:
+def decode_shallowly(text: bytes, kind: Any) -> Any:
     """Decode a text as a container of ``msgspec.Raw``, or return ``None`` for another type or too deep nesting.
 
     Raises:
@@ -224,36 +224,36 @@ def split_list(text: bytes, kind: type[msgspec.Struct]) -> list[bytes] | None:
     Raises:
         TooLarge: the list has more than `MAX_ITEMS` items.
     """
-    # First the number and the kind of the items: a list of 30 million numbers would take 2 GB as texts.
-    skipped = raw_values(text, list[kind])  # type: ignore[valid-type]
-    if skipped is None:
+    # Check the number and the kind of the items first: a list of 30 million numbers would take 2 GB as texts.
+    empty_items = decode_shallowly(text, list[kind])  # type: ignore[valid-type]
+    if empty_items is None:
         return None
-    if len(skipped) > MAX_ITEMS:
+    if len(empty_items) > MAX_ITEMS:
         raise TooLarge("body", f"must have at most {MAX_ITEMS} items in a list; send less per request")
-    return [bytes(item) for item in raw_values(text, list[msgspec.Raw])]
+    return [bytes(item) for item in decode_shallowly(text, list[msgspec.Raw])]
 
 
 def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple[str | int, ...] = ()) -> ValidatedT:
-    """Return ``validate(value)``. ``place``: path of the value in the body, for errors."""
+    """Return ``validate(value)``, or raise `InvalidRequest`. ``place``: path of the value in the body."""
     try:
         return validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first_error = error.errors(include_url=False, include_input=False)[0]
 
     # Raised outside of the except block: as its context, pydantic's error would keep the whole body.
-    message = first["msg"].removeprefix("Value error, ")
+    message = first_error["msg"].removeprefix("Value error, ")
     # A line number within the item would mislead.
-    if first["type"] == "json_invalid" and place:
+    if first_error["type"] == "json_invalid" and place:
         message = message.partition(" at line ")[0]
     # The tags of unions are empty names.
-    parts = [part for part in (*place, *first["loc"]) if part != ""]
-    if first["type"] == UNKNOWN_FIELD:
-        parts.append(first["ctx"]["name"])
-    raise InvalidRequest(field_name(parts) or "body", message)
+    path = [part for part in (*place, *first_error["loc"]) if part != ""]
+    if first_error["type"] == UNKNOWN_FIELD:
+        path.append(first_error["ctx"]["name"])
+    raise InvalidRequest(field_name(path) or "body", message)
 
 
-def check_at_once(text: bytes) -> None:
-    """Check a text that is parsed while the event loop waits. Raises as `check_structure`."""
+def _check_parsed_at_once(text: bytes) -> None:
+    # The event loop waits while such a text is parsed.
     where = "in one prompt or reward, or in all other fields together"
     check_structure(text, MAX_PARTS_AT_ONCE, MAX_VALUES_AT_ONCE, where)
 
@@ -269,10 +269,12 @@ def check_structure(text: bytes, max_parts: int, max_values: int, where: str) ->
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     parts = text.count(b'"') // 2
     values = 0
+    # A text with too many strings is not split, because the pieces would take much memory.
     if parts <= max_parts:
+        # Every second piece between quotes is outside of strings.
         outside_strings = b"".join(text.split(b'"')[::2])
         parts += outside_strings.count(b"[") + outside_strings.count(b"{")
-        # Values are counted by their commas.
+        # Commas separate values.
         values = outside_strings.count(b",")
 
     if parts > max_parts:
@@ -282,27 +284,26 @@ def check_structure(text: bytes, max_parts: int, max_values: int, where: str) ->
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of ``work``, or cancel it when the caller disconnects.
-
-    The request's body must have been read. Starlette cancels only streaming responses.
+    """Return the result of ``work``, or cancel it when the caller disconnects. The body must have been read.
 
     Raises:
-        GroupAborted: the caller disconnected. This error has no receiver.
+        GroupAborted: the caller disconnected, so nobody gets this error.
     """
 
+    # Starlette itself cancels only streaming responses.
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working = asyncio.ensure_future(work)
-    disconnecting = asyncio.ensure_future(wait_for_disconnect())
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return await working
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return await work_task
         raise GroupAborted("the caller disconnected")
     finally:
-        for task in (working, disconnecting):
+        for task in (work_task, disconnect_task):
             task.cancel()
             # Errors of finished work are raised above.
             with suppress(asyncio.CancelledError, Exception):

@@ -43,41 +43,44 @@ class Controls:
     updates: Updates
     engine: Engine
     turns: Turns
-    dangerous: bool = False
+    allow_dangerous: bool = False
     """Whether admins may call any method of the workers."""
 
-    async def load(self, field: str, path: str, *, lora: str | None = None, aborts: bool = False) -> None:
+    async def load_weights(
+        self, path_field: str, path: str, *, lora: str | None = None, aborts_running: bool = False
+    ) -> None:
         """Load weights from a file or folder, or a LoRA adapter from a folder.
 
         Args:
-            field: name of the path's field in the request, for errors.
+            path_field: name of the path's field in the request, for errors.
             lora: name of the LoRA adapter.
-            aborts: whether to abort running requests, unless the trainer has paused.
+            aborts_running: whether to abort running requests, unless the trainer has paused.
 
         Raises:
             Forbidden, InvalidRequest, UpdateError, WeightsLost
         """
-        has_paused = False
+        paused_here = False
 
         async def abort_running() -> None:
-            nonlocal has_paused
-            if aborts and not self.updates.coordinator.paused_by_trainer:
+            nonlocal paused_here
+            if aborts_running and not self.updates.coordinator.paused_by_trainer:
                 await self.engine.pause_generation(mode="abort")
-                has_paused = True
+                paused_here = True
 
         try:
+            # Requests are aborted only after the new weights were read and checked.
             if lora is None:
                 await self.updates.load(path, rule=KEEP, when_staged=abort_running)
             else:
                 await self.updates.loras.load(lora, path, rule=KEEP, when_staged=abort_running)
         except InvalidRequest as error:
             # The trainer has other names for the fields.
-            name = {"path": field, "name": "lora_name"}.get(error.field)
-            if name is None:
+            trainers_field = {"path": path_field, "name": "lora_name"}.get(error.field)
+            if trainers_field is None:
                 raise
-            raise type(error)(name, error.message) from error
+            raise type(error)(trainers_field, error.message) from error
         finally:
-            if has_paused:
+            if paused_here:
                 await self.engine.resume_generation()
 
 
@@ -91,15 +94,15 @@ class LoraIn(Body):
 async def load_named_lora(controls: Controls, request: Request) -> str:
     """Serve the LoRA adapter that a request in the form of `LoraIn` names, and return its name."""
     body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-    await controls.load("lora_path", body.lora_path, lora=body.lora_name)
+    await controls.load_weights("lora_path", body.lora_path, lora=body.lora_name)
     return body.lora_name
 
 
 def find_vllm_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
     """Return vLLM's handler of a path that a dialect has taken over, if vLLM has this route."""
-    found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
-    # Our route is the first of the two.
-    return found[1].dependant.call if len(found) > 1 else None
+    routes = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
+    # The first is the dialect's own route, because `add_routes` puts its routes before vLLM's.
+    return routes[1].dependant.call if len(routes) > 1 else None
 
 
 # --- AReaL 1.0.4: areal/engine/vllm_remote.py ---
@@ -156,24 +159,24 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
     async def update(request: Request) -> dict[str, Any]:
         """Load the weights in a folder, or change nothing."""
         body = await parse_body(ArealWeightsIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load("model_path", body.model_path, aborts=True)
+        await controls.load_weights("model_path", body.model_path, aborts_running=True)
         return success(f"The weights have version {controls.updates.coordinator.version}")
 
     @api.post("/areal_update_weights_lora", openapi_extra=json_body(ArealLoraIn))
     async def update_lora(request: Request) -> dict[str, Any]:
         """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
+        await controls.load_weights("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts_running=True)
         return success(f"The LoRA adapter has version {controls.updates.coordinator.version}")
 
-    async def refuse(request: Request) -> None:
+    async def refuse_nccl(request: Request) -> None:
         """Refuse weights by NCCL."""
         raise UpdateUnsupported(
             f"{request.url.path} is for weights by NCCL, which is not served in this form; set weight_update_mode: disk"
         )
 
     for path in AREAL_NCCL:
-        api.add_api_route(path, refuse, methods=["POST"])
+        api.add_api_route(path, refuse_nccl, methods=["POST"])
 
 
 # --- prime-rl 0.8.0: prime_rl/utils/client.py ---
@@ -196,19 +199,19 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
 
         A request without `weight_dir` is passed to vLLM's route of the same path, if the server has that route.
         """
-        text = await request.body()
-        if f'"{WEIGHT_DIR}"'.encode() not in text:
+        raw_body = await request.body()
+        if f'"{WEIGHT_DIR}"'.encode() not in raw_body:
             handler = find_vllm_handler(request.app, UPDATE)
             if handler is not None:
                 return await handler(raw_request=request)
 
-        body = await parse_body(PrimeWeightsIn, text)
+        body = await parse_body(PrimeWeightsIn, raw_body)
         if body.weight_dir is None:
             raise InvalidRequest(
                 WEIGHT_DIR,
                 'is null, as for weights by NCCL, which is not served; set weight_broadcast.type = "filesystem"',
             )
-        await controls.load(WEIGHT_DIR, body.weight_dir)
+        await controls.load_weights(WEIGHT_DIR, body.weight_dir)
         return {"status": "ok"}
 
     @api.post("/load_lora_adapter", openapi_extra=json_body(LoraIn))
@@ -271,7 +274,7 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
             await controls.engine.finish_weight_update()
         else:
             handler = find_vllm_handler(request.app, RPC)
-            if not controls.dangerous or handler is None:
+            if not controls.allow_dangerous or handler is None:
                 raise Forbidden(
                     f"of {RPC} only {START}, {WRITE} and {FINISH} are enabled; others call any method of the workers, "
                     "and need --allow-dangerous-routes and vLLM's own route"
@@ -291,7 +294,7 @@ TOKEN_IDS = "completion_token_ids"
 class CompletionTokenIds:
     """Add ``nvext`` to the answer of a completions request with ``nvext``."""
 
-    def before(self, request: Any) -> None:
+    def prepare_request(self, request: Any) -> None:
         """Check a parsed request to a generation route of vLLM, and request its token ids.
 
         Raises:
@@ -310,8 +313,9 @@ class CompletionTokenIds:
             raise InvalidRequest("nvext", "is served for n = 1 without stream; use return_token_ids for others")
         request.return_token_ids = True
 
-    def after(self, request: Any, answer: Any) -> None:
-        """Add the token ids to the answer. An error response stays as it is."""
+    def complete_answer(self, request: Any, answer: Any) -> None:
+        """Add the token ids to the answer."""
+        # An error response has no choices.
         choices = getattr(answer, "choices", None)
         if getattr(request, "nvext", None) is not None and choices:
             answer.nvext = {TOKEN_IDS: choices[0].token_ids}
@@ -327,18 +331,18 @@ def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls
     for dialect in dialects:
         if dialect in ROUTES:
             ROUTES[dialect](api, controls)
-    # Put the routes before vLLM's routes, because a dialect may take over the path of a route.
+    # These routes stand before vLLM's routes, because a dialect may take over the path of a route.
     application.router.routes[:0] = api.routes
 
 
-def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]:
-    """Return the dangerous routes that a dialect opens to admins."""
-    # SkyRL's handler of the route refuses all methods but three.
+def access_overrides(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]:
+    """Return the access by method and path that differs from the route table."""
+    # This route is dangerous, but SkyRL's handler of it refuses all methods of the workers but three.
     if "skyrl" in dialects:
         return {("POST", RPC): RouteAccess.ADMIN}
     return {}
 
 
-def extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:
+def body_extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:
     """Return the extensions of the bodies of vLLM's generation routes."""
     return [CompletionTokenIds()] if "nemo-rl" in dialects else []

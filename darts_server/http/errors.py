@@ -50,20 +50,23 @@ TYPES = {
 
 
 def status_of(error: DartsError) -> HTTPStatus:
-    """Return the status of the exception's closest class in `STATUS`, or the status that the exception names."""
     if isinstance(error, SessionOver):
         return HTTPStatus(error.status)
+    # The closest base class in the table counts.
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
-def fields_of(error: DartsError) -> dict[str, Any]:
+def error_fields(error: DartsError) -> dict[str, Any]:
     """Return OpenAI's error object."""
     status = status_of(error)
     # The engine's refusal may be caused by our own check of a field.
     cause = error.__cause__ if isinstance(error, EngineRefused) else error
+    error_type = TYPES.get(status, "InternalServerError")
+    if isinstance(error, SessionOver):
+        error_type = SESSION_OVER
     return {
         "message": str(error),
-        "type": SESSION_OVER if isinstance(error, SessionOver) else TYPES.get(status, "InternalServerError"),
+        "type": error_type,
         "param": cause.field if isinstance(cause, InvalidRequest) else None,
         "code": status.value,
     }
@@ -80,13 +83,15 @@ def headers_of(error: DartsError) -> dict[str, str]:
     return {"Retry-After": str(error.retry_after)}
 
 
-def install(app: FastAPI) -> None:
+def install_handlers(app: FastAPI) -> None:
     """Answer our exceptions and HTTPException in OpenAI's form. vLLM has another form for HTTPException."""
 
     @app.exception_handler(DartsError)
     async def respond(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, DartsError)
-        return JSONResponse({"error": fields_of(error)}, status_code=status_of(error).value, headers=headers_of(error))
+        return JSONResponse(
+            {"error": error_fields(error)}, status_code=status_of(error).value, headers=headers_of(error)
+        )
 
     @app.exception_handler(HTTPException)
     async def respond_to_http_exception(_: Request, error: Exception) -> JSONResponse:

@@ -32,11 +32,12 @@ BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "bi
 
 def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, Any]:
     """Return the ``openapi_extra`` of a route that parses its JSON body without FastAPI."""
-    # FastAPI adds no definitions of models that it does not parse itself, so they are put into the schema.
     schema = model.model_json_schema()
-    content: dict[str, Any] = {"schema": _inline_references(schema, schema.pop("$defs", {}))}
+    # FastAPI adds no definitions of models that it does not parse itself, so they are put into the schema.
+    definitions = schema.pop("$defs", {})
+    content: dict[str, Any] = {"schema": _inline_references(schema, definitions)}
     if examples:
-        content["examples"] = {str(i): {"value": example} for i, example in enumerate(examples)}
+        content["examples"] = {str(number): {"value": example} for number, example in enumerate(examples)}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
@@ -46,10 +47,6 @@ def binary_body(description: str) -> dict[str, Any]:
 
 
 def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Replace each reference in a schema by its definition.
-
-    OpenAPI resolves references against the whole document, which does not have these definitions.
-    """
     if isinstance(schema, list):
         return [_inline_references(part, definitions) for part in schema]
     if not isinstance(schema, dict):

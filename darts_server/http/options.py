@@ -11,7 +11,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.identifiers import RULE, is_name
 from darts_server.types import MAX_GROUP_SIZE, RequestOptions
 
-_NAMES = {
+_MEANINGS = {
     "policy": "the name of a policy",
     "prompt_key": "a key of the caller's choice for the prompt",
     "group_id": "an id of the caller's choice for the group, without ';'",
@@ -47,7 +47,7 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
     Raises:
         InvalidRequest: one of our headers is unknown, empty, malformed or repeated with different values.
     """
-    ours: dict[str, str] = {}
+    our_headers: dict[str, str] = {}
     for sent_name, value in headers.items():
         name = sent_name.lower()
         if not name.startswith(PREFIX):
@@ -59,20 +59,21 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
         with suppress(UnicodeError):
             value = value.encode("latin-1").decode()
         value = value.strip()
-        if ours.setdefault(name, value) != value:
-            raise InvalidRequest(name, f"repeated with the values {ours[name]!r} and {value!r}; send it once")
+        if our_headers.setdefault(name, value) != value:
+            raise InvalidRequest(name, f"repeated with the values {our_headers[name]!r} and {value!r}; send it once")
 
     options: dict[str, Any] = {}
-    for name, value in ours.items():
+    for name, value in our_headers.items():
         if name == GROUP:
-            options |= _parse_group(value)
+            options |= _parse_group_header(value)
         else:
             options[HEADERS[name]] = validate_option(HEADERS[name], value, name)
     return RequestOptions(**options)
 
 
-def _parse_group(value: str) -> dict[str, str | int]:
+def _parse_group_header(value: str) -> dict[str, str | int]:
     options: dict[str, str | int] = {}
+    # The header reads "id=NAME;size=8", or has one of the two parts.
     for part in value.split(";"):
         name, equals, text = part.partition("=")
         option = GROUP_PARTS.get(name.strip().lower())
@@ -98,13 +99,14 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
             supported = ", ".join(XARG_PREFIX + option for option in OTHER_PLACES)
             raise InvalidRequest(where, f"unknown option; supported options are {supported}")
 
-        checked = validate_option(option, value, where)
-        other = getattr(options, option)
-        if other not in (None, checked):
+        valid_value = validate_option(option, value, where)
+        value_elsewhere = getattr(options, option)
+        if value_elsewhere not in (None, valid_value):
+            place = OTHER_PLACES[option]
             raise InvalidRequest(
-                where, f"{checked!r} contradicts {other!r} of the {OTHER_PLACES[option]}; send it in one place"
+                where, f"{valid_value!r} contradicts {value_elsewhere!r} of the {place}; send it in one place"
             )
-        merged[option] = checked
+        merged[option] = valid_value
     return replace(options, **merged)
 
 
@@ -126,7 +128,7 @@ def validate_option(option: str, value: object, where: str) -> str | int:
     else:
         if isinstance(value, str) and is_name(value) and (option != "group_id" or ";" not in value):
             return value
-        wanted = f"{_NAMES[option]}, {RULE}"
+        wanted = f"{_MEANINGS[option]}, {RULE}"
     raise InvalidRequest(where, f"must be {wanted}, got {shortened(value)}; correct or omit it")
 
 

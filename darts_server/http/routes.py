@@ -27,11 +27,11 @@ from darts_server.weights.updates import Updates
 METRICS = "/metrics"
 MAX_PENDING = 8
 """Limit of different pending answers. Callers choose the query and the headers that make answers differ."""
-PAUSE = 4.0
+PAUSE_FACTOR = 4.0
 """Pause after an answer, as a multiple of the seconds that it took."""
 
 
-def router(
+def create_router(
     provenance: Provenance,
     statistics: Statistics,
     store: Store,
@@ -41,7 +41,7 @@ def router(
     session_registry: SessionRegistry,
     reward_matcher: RewardMatcher,
     updates: Updates,
-    monitored: monitor.MonitorSources,
+    monitor_sources: monitor.MonitorSources,
     needs_key: bool,
 ) -> APIRouter:
     """Create the routes. ``needs_key``: whether OpenAPI describes a key, which `SecurityMiddleware` checks."""
@@ -56,7 +56,7 @@ def router(
     state.add_routes(api, store, statistics)
     policy.add_routes(api, control)
     weights.add_routes(api, updates)
-    monitor.add_routes(api, monitored)
+    monitor.add_routes(api, monitor_sources)
     return api
 
 
@@ -90,6 +90,7 @@ class SharedAnswers:
             pending = asyncio.create_task(self._make_answer(key, scope))
             self._pending[key] = pending
 
+        # If this client disconnects, others may still wait for the answer.
         for message in await asyncio.shield(pending):
             # A copy, because middleware adds headers to the message.
             await send(copy.deepcopy(message))
@@ -97,29 +98,29 @@ class SharedAnswers:
     async def _make_answer(self, key: object, scope: Scope) -> list[Message]:
         messages: list[Message] = []
 
-        async def no_body() -> Message:
+        async def receive_empty_body() -> Message:
             return {"type": "http.request", "body": b"", "more_body": False}
 
-        async def collect(message: Message) -> None:
+        async def collect_message(message: Message) -> None:
             messages.append(message)
 
         async with self._one_at_a_time:
             await asyncio.sleep(self._not_before - time.monotonic())
-            # Later requests need a newer answer.
+            # Requests that come from now on must not get this answer, which would be older than they are.
             del self._pending[key]
             begin = time.monotonic()
             try:
-                await self._app(scope, no_body, collect)
+                await self._app(scope, receive_empty_body, collect_message)
             finally:
                 end = time.monotonic()
-                self._not_before = end + PAUSE * (end - begin)
+                self._not_before = end + PAUSE_FACTOR * (end - begin)
         return messages
 
 
 def share_answers(application: FastAPI) -> None:
     """Share the answers of vLLM's public routes, because each answer takes milliseconds to make."""
     for route in list(application.routes):
-        # At 0, our route is matched before vLLM's.
+        # Our route at position 0 is matched before vLLM's route.
         if isinstance(route, APIRoute) and route.path == METRICS:
             application.routes.insert(0, _create_metrics_route(route))
         elif isinstance(route, Mount) and route.path == METRICS:
@@ -139,16 +140,15 @@ def _create_metrics_route(route: APIRoute) -> Route:
 
 
 def _create_description_route(application: FastAPI, route: Route) -> Route:
-    """Return a route that makes the API's description once, because it takes a second."""
+    # Making the description takes a second.
     made: bytes | None = None
     one_at_a_time = asyncio.Lock()
 
     async def description(request: Request) -> Response:
-        """Answer with the app's OpenAPI document, which is built once, in a thread."""
         nonlocal made
         async with one_at_a_time:
             if made is None:
-                # The app caches the result, which the route's endpoint returns.
+                # The app caches the result of this call, and vLLM's endpoint returns it.
                 await anyio.to_thread.run_sync(application.openapi)
                 answer = await route.endpoint(request)
                 made = bytes(answer.body)

@@ -10,7 +10,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
-from darts_server.http.answers import SLICE_BYTES, slices
+from darts_server.http.answers import SLICE_BYTES, split_into_slices
 
 MEDIA_TYPE = "text/event-stream"
 PING_SECONDS = 15.0
@@ -52,30 +52,30 @@ class EventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Without the lock, a comment could be sent in the middle of an event.
-        sending = asyncio.Lock()
+        one_message_at_a_time = asyncio.Lock()
 
-        async def send_slices(message: Message) -> None:
-            async with sending:
+        async def send_in_slices(message: Message) -> None:
+            async with one_message_at_a_time:
                 if len(message.get("body", b"")) <= SLICE_BYTES:
                     await send(message)
                     return
                 # The last message of a stream is empty, so every slice has `more_body`.
-                for part in slices(message["body"]):
+                for part in split_into_slices(message["body"]):
                     await send({**message, "body": part})
                     await asyncio.sleep(0)
 
         # A reader that stalls cannot get the error.
         with self._reader, suppress(SendTimeoutError):
-            await super().__call__(scope, receive, send_slices)
+            await super().__call__(scope, receive, send_in_slices)
 
 
-def encode(name: str, data: Any, event_id: int | None = None) -> bytes:
+def encode_event(name: str, data: Any, event_id: int | None = None) -> bytes:
     # ASCII only, because httpx also splits lines at U+2028 and similar characters.
-    return encode_text(name, json.dumps(data, separators=(",", ":")), event_id)
+    return encode_text_event(name, json.dumps(data, separators=(",", ":")), event_id)
 
 
-def encode_text(name: str, text: str, event_id: int | None = None) -> bytes:
+def encode_text_event(name: str, text: str, event_id: int | None = None) -> bytes:
     """Encode an event with one line of ASCII text."""
     # sse-starlette's own encoder searches the text for line breaks, which doubles the time.
-    number = "" if event_id is None else f"id: {event_id}\n"
-    return f"{number}event: {name}\ndata: {text}\n\n".encode()
+    id_line = "" if event_id is None else f"id: {event_id}\n"
+    return f"{id_line}event: {name}\ndata: {text}\n\n".encode()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.http.answers import SLICE_BYTES, ClosingResponse, slices, taking_turns
+from darts_server.http.answers import SLICE_BYTES, ClosingResponse, split_into_slices, with_turns_between
 
 MEDIA_TYPE = "application/vnd.safetensors"
 CHUNK_ROWS = 1024
@@ -31,7 +31,7 @@ class TokenTensors:
     _token_ids: list[Sequence[int]] = field(default_factory=list)
     _logprobs: list[Sequence[float] | None] = field(default_factory=list)
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> int:
+    def add_row(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> int:
         """Add a row; return its number."""
         self._token_ids.append(token_ids)
         self._logprobs.append(logprobs)
@@ -39,48 +39,47 @@ class TokenTensors:
 
     def response(self, cleanup: ExitStack) -> ClosingResponse:
         """Create a response with the file. ``cleanup`` is closed when the file was sent."""
-        header, values_size = self._header()
+        header, tensor_bytes = self._encode_header()
         # The chunks are made in the event loop: a hop to a thread takes longer than a chunk.
-        parts = taking_turns(self.chunks())
-        return ClosingResponse(parts, MEDIA_TYPE, len(header) + values_size, cleanup)
+        parts = with_turns_between(self.encode_in_chunks())
+        return ClosingResponse(parts, MEDIA_TYPE, len(header) + tensor_bytes, cleanup)
 
-    def chunks(self) -> Iterator[bytes]:
-        """Yield the file in parts."""
+    def encode_in_chunks(self) -> Iterator[bytes]:
         # The safetensors library writes a whole file at once, and keeps the interpreter for .3 s per 100 MB.
-        header, _ = self._header()
+        header, _ = self._encode_header()
         lengths = [len(row) for row in self._token_ids]
-        yield header + np.cumsum([0, *lengths], dtype=I64).tobytes()
+        offsets = np.cumsum([0, *lengths], dtype=I64)
+        yield header + offsets.tobytes()
         yield from _convert_rows(self._token_ids, I32)
         if self._has_logprobs:
-            yield from _convert_rows(self._all_logprobs(), F32)
-        yield from slices(self.answer)
+            yield from _convert_rows(self._logprobs_or_nan(), F32)
+        yield from split_into_slices(self.answer)
 
     @property
     def _has_logprobs(self) -> bool:
         return any(row is not None for row in self._logprobs)
 
-    def _all_logprobs(self) -> Iterator[Any]:
-        """Yield each row's log-probs, or NaN."""
+    def _logprobs_or_nan(self) -> Iterator[Any]:
         for token_ids, logprobs in zip(self._token_ids, self._logprobs, strict=True):
             if logprobs is None:
                 yield np.full(len(token_ids), np.nan)
             else:
                 yield logprobs
 
-    def _header(self) -> tuple[bytes, int]:
+    def _encode_header(self) -> tuple[bytes, int]:
         """Return the header of the file, and the number of bytes of all tensors after it."""
-        tokens = sum(map(len, self._token_ids))
+        num_tokens = sum(map(len, self._token_ids))
         # Larger types stand first, so that all values are aligned.
-        layout = [("offsets", "I64", 8, len(self._token_ids) + 1), ("token_ids", "I32", 4, tokens)]
+        layout = [("offsets", "I64", 8, len(self._token_ids) + 1), ("token_ids", "I32", 4, num_tokens)]
         if self._has_logprobs:
-            layout.append(("logprobs", "F32", 4, tokens))
+            layout.append(("logprobs", "F32", 4, num_tokens))
         layout.append(("answer", "U8", 1, len(self.answer)))
 
         fields: dict[str, Any] = {}
         end = 0
-        for name, dtype, size, count in layout:
+        for name, dtype, value_bytes, count in layout:
             begin = end
-            end += size * count
+            end += value_bytes * count
             fields[name] = {"dtype": dtype, "shape": [count], "data_offsets": [begin, end]}
         text = json.dumps(fields, separators=(",", ":")).encode()
         # Pad the header, so that the tensors after it are aligned.
@@ -89,17 +88,18 @@ class TokenTensors:
 
 
 def _convert_rows(rows: Iterable[Any], dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """Yield the values of rows as chunks of bytes. Short rows share a chunk."""
-    chunk_values = SLICE_BYTES // dtype.itemsize
+    # Short rows share a chunk.
+    max_values = SLICE_BYTES // dtype.itemsize
     chunk = bytearray()
     for number, row in enumerate(rows, 1):
-        for start in range(0, len(row), chunk_values):
-            chunk += np.asarray(row[start : start + chunk_values], dtype).tobytes()
+        # A long row is converted in several pieces.
+        for start in range(0, len(row), max_values):
+            chunk += np.asarray(row[start : start + max_values], dtype).tobytes()
             if len(chunk) >= SLICE_BYTES:
-                part = bytes(chunk)
+                full_chunk = bytes(chunk)
                 # Clear the chunk before the yield, so that a slow reader does not keep two copies.
                 chunk.clear()
-                yield part
+                yield full_chunk
         # Many short rows take long to convert, so they are sent before the chunk is full.
         if number % CHUNK_ROWS == 0:
             yield bytes(chunk)

@@ -36,16 +36,16 @@ class Webhook:
         self._waiting: asyncio.Queue[Message] = asyncio.Queue(MAX_WAITING)
 
     def send(self, group_id: str, session_id: str | None, kind: str, reason: str | None) -> None:
-        """See `GroupEvents.session_event`."""
+        # The arguments are those of `GroupEvents.session_event`.
         try:
             self._waiting.put_nowait({"group_id": group_id, "session": session_id, "type": kind, "reason": reason})
         except asyncio.QueueFull:
             self._count_dropped("too many events wait for it")
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Self]:
+    async def run_senders(self) -> AsyncIterator[Self]:
         async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS, transport=self._transport) as client:
-            senders = [asyncio.create_task(self._send_all(client)) for _ in range(SENDERS)]
+            senders = [asyncio.create_task(self._send_waiting(client)) for _ in range(SENDERS)]
             try:
                 yield self
             finally:
@@ -53,13 +53,14 @@ class Webhook:
                     sender.cancel()
                 await asyncio.gather(*senders, return_exceptions=True)
 
-    async def _send_all(self, client: httpx.AsyncClient) -> None:
+    async def _send_waiting(self, client: httpx.AsyncClient) -> None:
         while True:
             message = await self._waiting.get()
-            for number in range(TRIES):
-                await asyncio.sleep(PAUSE_SECONDS * number)
+            for earlier_tries in range(TRIES):
+                await asyncio.sleep(PAUSE_SECONDS * earlier_tries)
                 try:
                     answer = await client.post(self._url, json=message)
+                    # A receiver that refuses the event would refuse it again.
                     if not answer.is_server_error:
                         break
                     problem = f"status {answer.status_code}"

@@ -39,19 +39,25 @@ Dialect = Literal["areal", "nemo-rl", "prime-rl", "skyrl"]
 
 def _parse_dialects(value: object) -> object:
     """Return the distinct names in ``areal,skyrl`` or in a list."""
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list | tuple):
-        names = [names]
-    stripped = [str(name).strip() for name in names]
-    for name in stripped:
-        if name and name not in get_args(Dialect):
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        parts = [parts]
+    # A dict, because it keeps the order.
+    names: dict[str, None] = {}
+    for part in parts:
+        name = str(part).strip()
+        if not name:
+            continue
+        if name not in get_args(Dialect):
             raise ValueError(f"{name!r} is unknown; choose from {', '.join(get_args(Dialect))}")
-    return tuple(dict.fromkeys(filter(None, stripped)))
+        names[name] = None
+    return tuple(names)
 
 
 def _split_lines(value: object) -> object:
     """Return the lines of a text or a list that are not empty."""
     lines = value.splitlines() if isinstance(value, str) else value
+    # pydantic refuses values of other types.
     if not isinstance(lines, list | tuple):
         return value
     return tuple(line for line in lines if not isinstance(line, str) or line.strip())
@@ -63,6 +69,7 @@ def _parse_detection_points(value: Any) -> object:
         parts = value.split(",") if isinstance(value, str) else value
         points = {int(part) for part in parts}
     except (TypeError, ValueError):
+        # Refused below.
         points = set()
     if not points or min(points) < 1:
         raise ValueError("must be positive whole numbers, separated by commas")
@@ -282,8 +289,8 @@ class Settings(BaseModel):
                 "policy 'informative' needs rewards while groups run, and this server has no verifier; start it with "
                 "--verifier"
             )
-        is_limited = self.policy not in ("off", "uniform", "arrol", "informative")
-        if is_limited and self.redundancy != "auto" and self.redundancy > self.max_redundancy:
+        uses_max_redundancy = self.policy not in ("off", "uniform", "arrol", "informative")
+        if uses_max_redundancy and self.redundancy != "auto" and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
             )

@@ -47,27 +47,28 @@ def load(flags: Mapping[str, str | list[str] | None], config: str | None) -> Set
     Raises:
         InvalidSetting: names the key, the value and the allowed values.
     """
-    given = {name: value for name, value in flags.items() if value is not None}
-    variables: dict[str, str] = {}
+    from_flags = {name: value for name, value in flags.items() if value is not None}
+    from_environment: dict[str, str] = {}
     for variable, value in os.environ.items():
-        before, _, name = variable.lower().partition(ENV_PREFIX.lower())
-        if value and not before and name in Settings.model_fields:
-            variables[name] = value
+        name = variable.lower().removeprefix(ENV_PREFIX.lower())
+        if value and name != variable.lower() and name in Settings.model_fields:
+            from_environment[name] = value
 
     if config is not None and not Path(config).is_file():
         raise InvalidSetting(f"--darts-config: {config} is not a file")
-    file: dict[str, Any] = {}
+    from_file: dict[str, Any] = {}
     try:
         if config is not None:
-            file = tomllib.loads(Path(config).read_text(encoding="utf-8"))
-        return Settings(**{name.lower(): value for name, value in file.items()} | variables | given)
+            document = tomllib.loads(Path(config).read_text(encoding="utf-8"))
+            from_file = {name.lower(): value for name, value in document.items()}
+        return Settings(**from_file | from_environment | from_flags)
     except ValidationError as error:
-        raise InvalidSetting("\n".join(_describe(detail, given) for detail in error.errors())) from error
+        raise InvalidSetting("\n".join(_describe_error(detail, from_flags) for detail in error.errors())) from error
     except (ValueError, OSError) as error:
         raise InvalidSetting(f"--darts-config {config}: {error}") from error
 
 
-def _describe(error: Any, given: Mapping[str, str | list[str]]) -> str:
+def _describe_error(error: Any, from_flags: Mapping[str, str | list[str]]) -> str:
     message = _message_of(error)
     # An error of a combination of settings has no location.
     if not error["loc"]:
@@ -76,7 +77,7 @@ def _describe(error: Any, given: Mapping[str, str | list[str]]) -> str:
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting; the settings are {', '.join(Settings.model_fields)}"
     source = f"{name} (from {ENV_PREFIX}{name.upper()} or the file)"
-    if name in given:
+    if name in from_flags:
         source = flag_of(name)
     return f"{source} = {error['input']}: {message} ({help_of(Settings.model_fields[name])})"
 
@@ -102,15 +103,17 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
         if name not in RUNTIME_NAMES:
             fault = "cannot change while the server runs" if name in Settings.model_fields else "unknown setting"
             raise InvalidRequest(name, f"{fault}; settings that can change are {', '.join(RUNTIME_NAMES)}")
+    # Settings that were not set stay unset, because `make_planner` asks whether they were set.
+    values = settings.model_dump(exclude_unset=True) | dict(patch)
     try:
-        # Settings that were not set stay unset.
-        return Settings.model_validate(settings.model_dump(exclude_unset=True) | dict(patch), strict=True)
+        return Settings.model_validate(values, strict=True)
     except ValidationError as invalid:
         error: Any = invalid.errors()[0]
         message = _message_of(error)
-        # An error of a combination of settings names the settings in its text.
+        # An error of a combination of settings has no location, and names the settings in its text.
         if not error["loc"]:
-            name = next((name for name in patch if name in message), next(iter(patch)))
+            named = [name for name in patch if name in message]
+            name = named[0] if named else next(iter(patch))
             raise InvalidRequest(name, message.removeprefix(f"{name} ")) from invalid
         name = str(error["loc"][0])
         allowed = help_of(Settings.model_fields[name])
@@ -127,8 +130,11 @@ def flag_of(name: str) -> str:
 def help_of(field: FieldInfo) -> str:
     """Return the help text of a setting: description, range and default."""
     parts = [str(field.description)]
-    minimum = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
-    maximum = next((m.le for m in field.metadata if hasattr(m, "le")), None)
+    minimum = None
+    maximum = None
+    for constraint in field.metadata:
+        minimum = getattr(constraint, "ge", minimum)
+        maximum = getattr(constraint, "le", maximum)
     if minimum is not None:
         parts.append(f"At least {minimum}." if maximum is None else f"{minimum} to {maximum}.")
     default = field.default
@@ -159,7 +165,8 @@ def metavar_of(name: str, field: FieldInfo) -> str:
     if field.annotation in METAVARS:
         return METAVARS[field.annotation]
     # For ``Literal[...] | None``.
-    for choices in (field.annotation, *get_args(field.annotation)):
-        if get_origin(choices) is Literal:
-            return "{" + ",".join(get_args(choices)) + "}"
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if get_origin(kind) is Literal:
+            return "{" + ",".join(get_args(kind)) + "}"
+    # Whole numbers, and lists of them.
     return "N"

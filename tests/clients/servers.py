@@ -155,7 +155,7 @@ def application(
         rollouts.observers.trajectory_verified.add(reward_matcher.trajectory_verified)
         rollouts.observers.trajectory_returned.add(reward_matcher.trajectory_returned)
         rollouts.observers.group_ended.add(provenance.group_ended, reward_matcher.group_ended)
-        control.apply_to(rollouts)
+        control.connect(rollouts)
         kept = BatchRetention(resume_seconds=3600.0)  # so that a durable batch ends early only if it is cancelled
         batches = BatchRegistry(rollouts, SlowTexts(), control.new_planner, kept)
         votes = VoteRunner(rollouts, SlowTexts(), confidence, Mock(), AtOnce())
@@ -173,13 +173,13 @@ def application(
 
         app = FastAPI(lifespan=stepping)
         app.state.sessions = SessionRegistry(rollouts)
-        errors.install(app)
+        errors.install_handlers(app)
         live, updates = Monitor(rollouts, app.state.sessions), Mock(spec=Coordinator, version=7, state=State.SERVING)
         rollouts.observers.group_ended.add(live.group_ended)
         updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})
-        monitored = MonitorSources(live, statistics.rewards, updates, store)
+        monitor_sources = MonitorSources(live, statistics.rewards, updates, store)
         app.state.sessions = SessionRegistry(rollouts)
-        parts = {"control": control, "batches": batches, "votes": votes, "monitored": monitored}
+        parts = {"control": control, "batches": batches, "votes": votes, "monitor_sources": monitor_sources}
         parts["session_registry"] = app.state.sessions
         app.include_router(our_routes(store, statistics, provenance, reward_matcher, needs_key=needs_key, **parts))
         yield app, engine

@@ -64,7 +64,7 @@ def serving_sessions() -> Iterator[SessionServer]:
             access=Access(),
             limits=BodyLimits(2**20),
             on_refusal=lambda _: None,
-            session_of_key=registry.owner_of_key,
+            find_session_of_key=registry.owner_of_key,
         )
         app.add_middleware(SessionPaths)
         app.add_middleware(_CountRequests, counts=counts)

@@ -84,7 +84,7 @@ def as_tensors(answer: dict[str, Any], **changes: Any) -> bytes:
     answer = json.loads(json.dumps(answer))
     for one in answer["groups"]:
         for item in one["trajectories"]:
-            row = tensors.add(item["token_ids"], item["logprobs"])
+            row = tensors.add_row(item["token_ids"], item["logprobs"])
             item["token_ids"], item["logprobs"] = row, None if item["logprobs"] is None else row
             item.update(changes)
     tensors.answer = json.dumps(answer).encode()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from darts_server.exceptions import IllegalMove
 from darts_server.group import session as session_module
 from darts_server.group.session import MAX_TOOL_INTERVALS, FinishedTurn, Row, Session
-from darts_server.records import join_spans
+from darts_server.records import append_spans
 from darts_server.types import SessionEnd
 
 
@@ -166,8 +166,8 @@ def test_a_session_that_is_not_returned_frees_its_rows() -> None:
 
 
 def test_spans_of_later_tokens_are_appended() -> None:
-    assert join_spans((), ((1, 2),)) == ((1, 2),)
-    assert join_spans(((1, 2),), ((1, 1), (3, 4))) == ((1, 3), (3, 4))
+    assert append_spans((), ((1, 2),)) == ((1, 2),)
+    assert append_spans(((1, 2),), ((1, 1), (3, 4))) == ((1, 3), (3, 4))
     assert Row().num_generated == 0
 
 

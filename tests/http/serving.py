@@ -14,7 +14,7 @@ from darts_server.control import Control
 from darts_server.estimates.lengths import estimate_lengths, update_stats
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
-from darts_server.http.routes import router
+from darts_server.http.routes import create_router
 from darts_server.http.security.access import Access
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.records import GroupRecord, TrajectoryRecord
@@ -36,9 +36,11 @@ def our_routes(
     store: Store, statistics: Statistics, provenance: Provenance, reward_matcher: RewardMatcher, **more: Any
 ) -> APIRouter:
     """Create our routes on the given objects, and on mocks of all others."""
-    parts: dict[str, Any] = {name: Mock() for name in ("batches", "votes", "session_registry", "updates", "monitored")}
+    parts: dict[str, Any] = {
+        name: Mock() for name in ("batches", "votes", "session_registry", "updates", "monitor_sources")
+    }
     parts |= {"control": Control(load({}, None)), "needs_key": False} | more
-    return router(provenance, statistics, store, reward_matcher=reward_matcher, **parts)
+    return create_router(provenance, statistics, store, reward_matcher=reward_matcher, **parts)
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def client(
             reward_matcher.trajectory_returned(TrajectoryRecord(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
         learn("gsm8k/7", record(*FINISHED))
         app = FastAPI()
-        errors.install(app)
+        errors.install_handlers(app)
         updates = updates or Mock(spec=Updates)
         app.include_router(our_routes(store, statistics, provenance, reward_matcher, updates=updates))
         limits = BodyLimits(LARGEST)

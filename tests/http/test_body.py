@@ -19,11 +19,11 @@ from darts_server.http.body import (
     AnyObject,
     Body,
     check_structure,
-    chunks_of,
     parse,
     parse_body,
     read_body,
     split_list,
+    stream_body,
 )
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.http.resources.rollouts_models import RolloutsIn
@@ -61,7 +61,7 @@ async def test_a_sender_that_hangs_or_disconnects_is_an_error(hangs: bool) -> No
 
     request = Request({"type": "http", "method": "PUT", "headers": []}, receive)
     with pytest.raises(InvalidRequest, match="is incomplete"):
-        await anext(chunks_of(request, 10, stall_seconds=0.01))
+        await anext(stream_body(request, 10, stall_seconds=0.01))
 
 
 # --- validation -------------------------------------------------------------

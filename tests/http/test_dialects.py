@@ -67,7 +67,7 @@ class Trainer:
         with Staging(folder) as staging:
             self.updates = Updates(self.model, Gate(), staging, folder)
             app = FastAPI()
-            errors.install(app)
+            errors.install_handlers(app)
             if self.vllm_has_route:
 
                 @app.post("/update_weights")
@@ -77,10 +77,12 @@ class Trainer:
                     return {"message": "Weights updated"}
 
             dialects.add_routes(app, names, Controls(self.updates, self, self.turns, dangerous))
-            access = Access(Keys(keys), dangerous=dangerous)
+            access = Access(Keys(keys), allow_dangerous=dangerous)
             limits = BodyLimits(LARGEST)
-            opened = dialects.opened_routes(names)
-            app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock(), opened=opened)
+            overrides = dialects.access_overrides(names)
+            app.add_middleware(
+                SecurityMiddleware, access=access, limits=limits, on_refusal=Mock(), access_overrides=overrides
+            )
             yield TestClient(app, URL, client=(host, 1))
 
 
@@ -256,18 +258,18 @@ def completion(**fields: Any) -> SimpleNamespace:
 def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() -> None:
     extension = CompletionTokenIds()
     request = completion()
-    extension.before(request)
+    extension.prepare_request(request)
     assert request.return_token_ids is True
     answer = SimpleNamespace(choices=[SimpleNamespace(token_ids=[3, 4])])
-    extension.after(request, answer)
+    extension.complete_answer(request, answer)
     assert answer.nvext == {"completion_token_ids": [3, 4]}
     plain = completion(nvext=None)
     whole = SimpleNamespace(choices=answer.choices)
     error = SimpleNamespace(error="x")
     for other in (plain, SimpleNamespace()):
-        extension.before(other)
-    extension.after(plain, whole)
-    extension.after(request, error)
+        extension.prepare_request(other)
+    extension.complete_answer(plain, whole)
+    extension.complete_answer(request, error)
     assert plain.return_token_ids is None
     assert not hasattr(whole, "nvext")
     assert not hasattr(error, "nvext")
@@ -288,5 +290,5 @@ def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() 
 def test_unsupported_parts_of_nvext_are_refused(fields: dict[str, Any]) -> None:
     request = completion(**fields)
     with pytest.raises(InvalidRequest, match="nvext"):
-        CompletionTokenIds().before(request)
+        CompletionTokenIds().prepare_request(request)
     assert request.return_token_ids is None

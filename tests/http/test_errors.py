@@ -14,7 +14,7 @@ from darts_server.exceptions import (
     StateError,
     StateFull,
 )
-from darts_server.http.errors import fields_of, headers_of, install, status_of
+from darts_server.http.errors import error_fields, headers_of, install_handlers, status_of
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ def test_every_error_has_the_status_of_its_closest_class(error: DartsError, stat
 def test_clients_of_openai_do_not_send_the_request_of_a_session_that_is_over_again() -> None:
     error = SessionOver("session ses-1 is stopped", 409)
     assert status_of(error) == 409
-    assert fields_of(error)["type"] == "darts_session_over"
+    assert error_fields(error)["type"] == "darts_session_over"
     assert headers_of(error) == {"X-Should-Retry": "false"}
 
 
 def test_the_body_is_openais_error_object() -> None:
     assert headers_of(EngineBusy("full", 5)) == {"Retry-After": "5"}
     error = {"message": "n: at most 4", "type": "BadRequestError", "param": "n", "code": 400}
-    assert fields_of(InvalidRequest("n", "at most 4")) == error
+    assert error_fields(InvalidRequest("n", "at most 4")) == error
 
 
 JSON = {"Content-Type": "application/json"}
@@ -53,7 +53,7 @@ JSON = {"Content-Type": "application/json"}
 @pytest.mark.filterwarnings("ignore:Using `httpx`")
 def test_http_exceptions_have_openais_error_object_too() -> None:
     app = FastAPI()
-    install(app)
+    install_handlers(app)
 
     @app.post("/")
     async def take(body: dict[str, str]) -> None: ...

@@ -12,7 +12,7 @@ from sse_starlette.sse import AppStatus
 from starlette.types import Message
 
 from darts_server.http.answers import SLICE_BYTES
-from darts_server.http.sse import EventStream, encode
+from darts_server.http.sse import EventStream, encode_event
 
 pytestmark = pytest.mark.anyio
 SCOPE = {"type": "http", "method": "GET", "asgi": {"spec_version": "2.3"}}
@@ -39,11 +39,11 @@ class Reader:
 async def numbers(made: list[int], count: int = 3) -> AsyncGenerator[bytes, None]:
     for number in range(count):
         made.append(number)
-        yield encode("number", number, number)
+        yield encode_event("number", number, number)
 
 
 async def stalled() -> AsyncGenerator[bytes, None]:
-    yield encode("first", 1)
+    yield encode_event("first", 1)
     await anyio.sleep_forever()
 
 
@@ -95,13 +95,13 @@ async def test_a_stop_of_the_web_server_does_not_cut_a_stream() -> None:
 
 def test_line_separators_in_data_do_not_split_an_event() -> None:
     data = {"text": "a\nb\r\u2028c\x85"}
-    response = Response(200, headers={"content-type": "text/event-stream"}, content=encode("text", data))
+    response = Response(200, headers={"content-type": "text/event-stream"}, content=encode_event("text", data))
     [event] = EventSource(response).iter_sse()
     assert (event.event, json.loads(event.data)) == ("text", data)
 
 
 async def test_a_large_event_is_sent_in_slices_without_a_comment_between_them() -> None:
-    event = encode("large", "x" * (5 * SLICE_BYTES))
+    event = encode_event("large", "x" * (5 * SLICE_BYTES))
 
     async def events() -> AsyncGenerator[bytes, None]:
         yield event

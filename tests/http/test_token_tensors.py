@@ -19,7 +19,7 @@ Row = tuple[Sequence[int], Sequence[float] | None]
 
 def chunks_of(rows: Sequence[Row], answer: bytes) -> tuple[list[bytes], dict[str, str]]:
     tensors = TokenTensors()
-    assert [tensors.add(*row) for row in rows] == list(range(len(rows)))
+    assert [tensors.add_row(*row) for row in rows] == list(range(len(rows)))
     tensors.answer = answer
     response = tensors.response(ExitStack())
     assert response.media_type == MEDIA_TYPE

@@ -29,7 +29,7 @@ async def test_events_are_sent_once_and_again_only_after_an_error() -> None:
             is_done.set()
         return httpx.Response(answers.pop(0))
 
-    async with Webhook("http://harness/events", httpx.MockTransport(receive)).running() as sent:
+    async with Webhook("http://harness/events", httpx.MockTransport(receive)).run_senders() as sent:
         sent.send("g", "s", "stopped", "tail_pruned")
         await asyncio.sleep(0.05)
         sent.send("g", None, "completed", None)
@@ -48,7 +48,7 @@ async def test_a_receiver_that_is_down_loses_its_events_and_is_logged_once(caplo
         calls += 1
         raise httpx.ConnectError("refused")
 
-    async with Webhook("http://harness/events", httpx.MockTransport(refuse)).running() as sent:
+    async with Webhook("http://harness/events", httpx.MockTransport(refuse)).run_senders() as sent:
         for _ in range(3):
             sent.send("g", "s", "stopped", None)
         async with asyncio.timeout(5):
@@ -67,7 +67,7 @@ async def test_each_retry_waits_longer_than_the_last(monkeypatch: pytest.MonkeyP
         times.append(asyncio.get_running_loop().time())
         return httpx.Response(503)
 
-    async with Webhook("http://harness/events", httpx.MockTransport(fail)).running() as sent:
+    async with Webhook("http://harness/events", httpx.MockTransport(fail)).run_senders() as sent:
         sent.send("g", "s", "stopped", None)
         async with asyncio.timeout(5):
             while not sent.dropped:

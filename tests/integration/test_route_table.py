@@ -54,7 +54,7 @@ def full_app() -> Iterator[FastAPI]:
         defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
         rooms = app.make_rooms(defaults, engine, Access(), store, staging, closing, Verifiers([]))
         built.middleware_stack = None
-        app.extend(built, rooms, defaults, Access(), Lifecycle(), "routes")
+        app.extend_app(built, rooms, defaults, Access(), Lifecycle(), "routes")
         yield built
 
 

@@ -19,11 +19,11 @@ def add_routes(api: APIRouter) -> None:
     document = (PARTS / "page.html").read_text("utf-8")
     document = MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), document)
 
-    # Only the document's own scripts and styles are allowed, and only requests to this server.
+    # The policy allows only the document's own scripts and styles, and only requests to this server.
     allowed = {"script": "script-src", "style": "style-src"}
-    for kind, text in INLINE.findall(document):
+    for tag, text in INLINE.findall(document):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        allowed[kind] += f" 'sha256-{digest}'"
+        allowed[tag] += f" 'sha256-{digest}'"
     headers = {
         "Content-Security-Policy": f"default-src 'none'; {'; '.join(allowed.values())}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from darts_server.caller import caller
 from darts_server.exceptions import NotFound
-from darts_server.http.answers import JSON, SLICE_BYTES, ClosingResponse, Readers, in_thread
+from darts_server.http.answers import JSON, SLICE_BYTES, ClosingResponse, Readers, run_in_encoder_thread
 from darts_server.http.resources.trajectories import (
     Advantage,
     Cut,
@@ -24,9 +24,9 @@ from darts_server.http.resources.trajectories import (
     TrajectoryId,
     Turns,
     Weight,
-    shared_fields,
+    copy_shared_fields,
 )
-from darts_server.identifiers import from_header
+from darts_server.identifiers import decode_from_header
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.statistics import Statistics, summarize, summarize_lengths
 from darts_server.rollout.observers.provenance import Provenance
@@ -72,8 +72,8 @@ class CandidateAnswer(BaseModel):
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
         # Reported rewards replace the verifier's rewards in the record.
         reward, correct = rewards.by_index.get(record.index, (record.reward, record.correct))
-        # Fields that the record does not have under the same name.
-        others = {
+        # The record does not have these fields under the same name.
+        other_fields = {
             "trajectory_id": f"{group.group_id}:{record.index}",
             "length": record.tokens,
             "rank": rank,
@@ -82,7 +82,7 @@ class CandidateAnswer(BaseModel):
             "reward": reward,
             "correct": correct,
         }
-        return cls(**shared_fields(cls, record) | others)
+        return cls(**copy_shared_fields(cls, record) | other_fields)
 
 
 class GroupAnswer(GroupFacts):
@@ -122,7 +122,7 @@ class GroupAnswer(GroupFacts):
     @classmethod
     def of(cls, record: GroupRecord, rewards: GroupRewards) -> Self:
         """Return the answer without its candidates, which `encode_group` adds."""
-        others = {
+        other_fields = {
             "group_size": record.size,
             "duration": record.ended_at - record.started_at,
             "generated": record.generated_tokens,
@@ -131,16 +131,18 @@ class GroupAnswer(GroupFacts):
             "zero_variance": rewards.zero_variance,
             "candidates": [],
         }
-        return cls(**shared_fields(cls, record) | others)
+        return cls(**copy_shared_fields(cls, record) | other_fields)
 
 
 def encode_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
     """Yield a group's answer as JSON, in parts of about `SLICE_BYTES`."""
+    group_json = GroupAnswer.of(record, rewards).model_dump_json().encode()
     # Candidates go between the brackets of their empty list.
-    head, place, tail = GroupAnswer.of(record, rewards).model_dump_json().encode().rpartition(b'"candidates":[')
-    ranks = {each.index: rank for rank, each in enumerate(sorted(record.selected, key=lambda each: each.order))}
+    before, start_of_list, after = group_json.rpartition(b'"candidates":[')
+    by_length = sorted(record.selected, key=lambda candidate: candidate.length_order)
+    ranks = {candidate.index: rank for rank, candidate in enumerate(by_length)}
 
-    part = bytearray(head + place)
+    part = bytearray(before + start_of_list)
     for number, candidate in enumerate(record.candidates):
         answer = CandidateAnswer.of(record, candidate, ranks.get(candidate.index), rewards)
         if number:
@@ -149,7 +151,7 @@ def encode_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
         if len(part) >= SLICE_BYTES:
             yield bytes(part)
             part.clear()
-    yield bytes(part + tail)
+    yield bytes(part + after)
 
 
 class GroupsAnswer(BaseModel):
@@ -173,14 +175,14 @@ class ListedGroup(BaseModel):
 
     @classmethod
     def of(cls, record: GroupRecord, now: float) -> Self:
-        others = {
+        other_fields = {
             "group_size": record.size,
             "candidates": len(record.candidates),
             "returned": len(record.selected),
             "duration": record.ended_at - record.started_at,
             "ended_ago": now - record.ended_at,
         }
-        return cls(**shared_fields(cls, record) | others)
+        return cls(**copy_shared_fields(cls, record) | other_fields)
 
 
 class ListedGroups(BaseModel):
@@ -236,22 +238,22 @@ class PromptAnswer(BaseModel):
 def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, reward_matcher: RewardMatcher) -> None:
     readers = Readers("provenance of many candidates")
 
-    async def parts_of(records: Sequence[GroupRecord]) -> AsyncIterator[bytes]:
-        """Yield the answer in parts, each encoded in a thread when the earlier parts were sent."""
+    async def encode_groups(records: Sequence[GroupRecord]) -> AsyncIterator[bytes]:
         yield b'{"groups":['
         for number, record in enumerate(records):
             if number:
                 yield b","
             # The rewards are read here, because they change in the event loop.
             parts = encode_group(record, reward_matcher.group_rewards(record))
-            while (part := await in_thread(partial(next, parts, None))) is not None:
+            # The thread encodes the next part when the earlier parts were sent.
+            while (part := await run_in_encoder_thread(partial(next, parts, None))) is not None:
                 yield part
         yield b"]}"
 
     @api.get("/groups")
     async def newest() -> ListedGroups:
         """List your newest 100 groups that have ended, the newest first. Admins get the groups of all callers."""
-        # Times in records are of this clock.
+        # Records have times of this clock.
         now = time.monotonic()
         records = provenance.newest(caller.get().may_see, LISTED_GROUPS)
         return ListedGroups(groups=[ListedGroup.of(record, now) for record in records])
@@ -261,15 +263,16 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     async def groups(group_id: str) -> Response:
         """Return the provenance of a group, or of all groups of a response: how every candidate ended."""
         may_see = caller.get().may_see
-        records = provenance.find(group_id, may_see) or provenance.find(from_header(group_id), may_see)
+        # The id may be the percent-encoded id of the header `X-Darts-Group-Id`.
+        records = provenance.find(group_id, may_see) or provenance.find(decode_from_header(group_id), may_see)
         if not records:
             raise NotFound("group_id", f"there is no group {group_id!r} of yours; only the latest groups are kept")
 
         # Many candidates are encoded in a thread, while the answer is sent.
         if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
             with ExitStack() as cleanup:
-                cleanup.enter_context(readers.counted())
-                return ClosingResponse(parts_of(records), JSON, None, cleanup.pop_all())
+                cleanup.enter_context(readers.count_connection())
+                return ClosingResponse(encode_groups(records), JSON, None, cleanup.pop_all())
         encoded = [b"".join(encode_group(record, reward_matcher.group_rewards(record))) for record in records]
         return Response(b'{"groups":[' + b",".join(encoded) + b"]}", media_type=JSON)
 
@@ -277,14 +280,14 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     @api.get("/prompts/{prompt_key:path}")
     async def prompt(prompt_key: str) -> PromptAnswer:
         """Return statistics of a prompt's lengths and rewards. `GET /darts/v1/groups/ID` returns a group's key."""
-        stats = statistics.prompts.load(prompt_key)
-        if stats is None:
+        lengths = statistics.prompts.load(prompt_key)
+        if lengths is None:
             raise NotFound(
                 "prompt_key",
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
-        reward_stats = summarize(statistics.rewards.prompts.load(prompt_key))
         rewards = None
-        if reward_stats is not None:
-            rewards = PromptRewardsAnswer(**reward_stats)
-        return PromptAnswer(prompt_key=prompt_key, **summarize_lengths(stats), rewards=rewards)
+        reward_summary = summarize(statistics.rewards.prompts.load(prompt_key))
+        if reward_summary is not None:
+            rewards = PromptRewardsAnswer(**reward_summary)
+        return PromptAnswer(prompt_key=prompt_key, **summarize_lengths(lengths), rewards=rewards)

@@ -14,7 +14,7 @@ from darts_server.caller import caller
 from darts_server.http.answers import Readers
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs, ToolSeconds, Turns
 from darts_server.http.resources.weights import UpdateAnswer
-from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
+from darts_server.http.sse import MEDIA_TYPE, EventStream, encode_event
 from darts_server.rollout.learned.statistics import Rewards, summarize
 from darts_server.rollout.observers.monitor import MaySee, Monitor, Viewer
 from darts_server.store import Store
@@ -125,20 +125,20 @@ class MonitorSources:
     rewards: Rewards
     updates: Coordinator
     store: Store
-    stopping: Callable[[], bool] = lambda: False
+    is_stopping: Callable[[], bool] = lambda: False
     """Returns whether streams should end."""
     streams: Readers = field(default_factory=lambda: Readers("the live monitor", MAX_VIEWERS))
 
-    def health(self) -> dict[str, Any]:
+    def read_health(self) -> dict[str, Any]:
         weights = MonitorWeights(
             version=self.updates.version,
             state=self.updates.state.value,
             last=UpdateAnswer.of(self.updates.last),
         )
         rewards = None
-        learned = summarize(self.rewards.dataset)
-        if learned is not None:
-            rewards = MonitorRewards.model_validate(learned)
+        reward_summary = summarize(self.rewards.dataset)
+        if reward_summary is not None:
+            rewards = MonitorRewards.model_validate(reward_summary)
         return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.store.fault).model_dump(mode="json")
 
 
@@ -151,18 +151,18 @@ def add_routes(api: APIRouter, sources: MonitorSources) -> None:
 
         Admins get the groups of all callers.
         """
-        who = caller.get()
+        may_see = caller.get().may_see
         if MEDIA_TYPE in request.headers.get("accept", ""):
             return EventStream(
-                events(sources, who.may_see),
-                sources.streams.counted(),
+                stream_updates(sources, may_see),
+                sources.streams.count_connection(),
                 ping_seconds=0,
                 send_timeout=STALL_SECONDS,
             )
-        return JSONResponse(Viewer(sources.monitor, who.may_see).next_update() | {"health": sources.health()})
+        return JSONResponse(Viewer(sources.monitor, may_see).next_update() | {"health": sources.read_health()})
 
 
-async def events(
+async def stream_updates(
     sources: MonitorSources,
     may_see: MaySee,
     interval: float = INTERVAL_SECONDS,
@@ -175,28 +175,28 @@ async def events(
     """
     viewer = Viewer(sources.monitor, may_see)
     sent_health = None
-    due = 0.0
+    next_event_at = 0.0
     sent_at = 0.0
-    while not sources.stopping():
+    while not sources.is_stopping():
         now = time.monotonic()
-        if now >= due:
+        if now >= next_event_at:
             # Measure the processor time of this thread, because the machine may be busy with the engine.
             cpu_begin = time.thread_time()
             update = viewer.next_update()
-            health = sources.health()
+            health = sources.read_health()
             # Make an event if the viewer has changes, or has got no event for long. The first event is a snapshot.
             has_changes = update["groups"] or update["left"] or health != sent_health
             event = None
             if has_changes or now - sent_at >= quiet:
                 kind = "snapshot" if sent_health is None else "update"
-                event = encode(kind, update | {"health": health})
+                event = encode_event(kind, update | {"health": health})
                 sent_health = health
             # All viewers together may take the share `MAX_CPU_SHARE` of this thread's time.
             cpu_seconds = time.thread_time() - cpu_begin
-            due = now + max(interval, cpu_seconds * sources.streams.total / MAX_CPU_SHARE)
+            next_event_at = now + max(interval, cpu_seconds * sources.streams.num_connections / MAX_CPU_SHARE)
             if event is not None:
                 sent_at = now
                 yield event
 
         # Sleep `quiet` seconds at most, because the server may be stopping meanwhile.
-        await anyio.sleep(min(quiet, max(0.0, due - time.monotonic())))
+        await anyio.sleep(min(quiet, max(0.0, next_event_at - time.monotonic())))

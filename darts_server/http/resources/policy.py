@@ -16,7 +16,7 @@ MAX_PATCH_BYTES = 16 * 1024
 class PolicyControl(Protocol):
     """The runtime settings."""
 
-    def current(self) -> dict[str, object]:
+    def current_settings(self) -> dict[str, object]:
         """Return the settings, and in ``policies`` the names that a request may use."""
 
     def schema(self) -> dict[str, Any]:
@@ -32,15 +32,15 @@ class PolicyControl(Protocol):
 
 def add_routes(api: APIRouter, control: PolicyControl) -> None:
     schema = control.schema()
-    names = {"type": "array", "items": {"type": "string"}, "description": "Policies that a request may use."}
-    properties = {**schema["properties"], "policies": names}
-    answer = {**schema, "properties": properties, "required": list(properties)}
-    current_settings: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": answer}}}}
+    policies = {"type": "array", "items": {"type": "string"}, "description": "Policies that a request may use."}
+    properties = {**schema["properties"], "policies": policies}
+    answer_schema = {**schema, "properties": properties, "required": list(properties)}
+    responses: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": answer_schema}}}}
 
-    @api.get("/policy", response_model=None, responses=current_settings)
+    @api.get("/policy", response_model=None, responses=responses)
     async def read() -> dict[str, object]:
         """Return the runtime settings, and the policies that a request may use."""
-        return control.current()
+        return control.current_settings()
 
     @api.get("/policy/schema", response_model=None)
     async def describe() -> dict[str, object]:
@@ -50,7 +50,7 @@ def add_routes(api: APIRouter, control: PolicyControl) -> None:
     @api.patch(
         "/policy",
         response_model=None,
-        responses=current_settings,
+        responses=responses,
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     )
     async def change(request: Request) -> dict[str, object]:

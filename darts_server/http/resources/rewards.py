@@ -41,8 +41,7 @@ class RewardIn(Body):
             raise ValueError("give either trajectory_id, or prompt_token_ids and completion_token_ids")
         return self
 
-    @property
-    def reward_report(self) -> Reward:
+    def to_reward(self) -> Reward:
         correct = self.correct
         if correct is None:
             correct = self.reward > 0
@@ -87,8 +86,9 @@ def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
         raw = await read_body(request, MAX_BODY_BYTES)
         body = await parse_body(RewardsIn, raw, "rewards")
 
-        def reports_of(body: RewardsIn) -> list[Reward]:
-            return [reward.reward_report for reward in body.rewards]
+        def to_rewards(body: RewardsIn) -> list[Reward]:
+            return [reward.to_reward() for reward in body.rewards]
 
-        reports = await convert_body(reports_of, body, raw)
-        return RewardsOut(**asdict(await reward_matcher.report(reports)))
+        reported_rewards = await convert_body(to_rewards, body, raw)
+        counts = await reward_matcher.report(reported_rewards)
+        return RewardsOut(**asdict(counts))

@@ -31,10 +31,10 @@ from darts_server.http.resources.rollouts_models import (
     RolloutsIn,
     RolloutsOut,
     UnfinishedOut,
-    error_object,
-    usage_of,
+    describe_error,
+    sum_usage,
 )
-from darts_server.http.sse import MEDIA_TYPE, EventStream, encode, encode_text
+from darts_server.http.sse import MEDIA_TYPE, EventStream, encode_event, encode_text_event
 from darts_server.http.token_tensors import MEDIA_TYPE as SAFETENSORS
 from darts_server.http.token_tensors import TokenTensors
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
@@ -115,7 +115,7 @@ class Reading:
         """
         # The candidates of a running batch count already, so its first connection does not.
         is_counted = batch.end is not None or batch.listeners > 0
-        counted = self.readers.counted() if is_counted else nullcontext()
+        counted = self.readers.count_connection() if is_counted else nullcontext()
         with counted, batch.listen():
             yield
 
@@ -129,6 +129,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         raw = await read_body(request, MAX_BODY_BYTES)
 
         key = None
+        # The same key with another body is refused, so the key is stored with the body's digest.
         if idempotency_key is not None:
             if not is_name(idempotency_key):
                 raise InvalidRequest(KEY_HEADER, f"must be {RULE}, if it is sent")
@@ -138,9 +139,9 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         body = await parse_body(RolloutsIn, raw, "prompts")
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
         media_type = choose_media_type(request.headers, streams=answer_format.stream is not StreamMode.OFF)
-        batch_request = await convert_body(RolloutsIn.request, body, raw)
+        batch_request = await convert_body(RolloutsIn.to_batch_request, body, raw)
         batch = await batches.start_or_find(batch_request, answer_format, key)
-        return await _respond(request, batch, media_type, reading, after=0)
+        return await _respond(request, batch, media_type, reading, last_number=0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(batch_id: str, request: Request, last_event_id: Annotated[str | None, LAST] = None) -> Response:
@@ -149,15 +150,15 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS
         if not is_number:
             raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {shortened(text)}")
-        after = int(text)
+        last_number = int(text)
 
         batch = batches.find(batch_id)
         media_type = choose_media_type(request.headers, streams=batch.feed is not None)
-        if batch.feed is not None and after > batch.feed.last_number:
+        if batch.feed is not None and last_number > batch.feed.last_number:
             raise InvalidRequest(
-                LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
+                LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {last_number}"
             )
-        return await _respond(request, batch, media_type, reading, after=after)
+        return await _respond(request, batch, media_type, reading, last_number=last_number)
 
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
@@ -181,17 +182,18 @@ def choose_media_type(headers: Headers, *, streams: bool) -> str:
 
     weights: dict[str, float] = {}
     for part in accepted.split(","):
-        found = _RANGE.match(part)
-        if found is not None:
-            weight = _WEIGHT.search(found[2])
-            weights[found[1].lower()] = float(weight[1]) if weight else 1.0
+        # Such as "application/*;q=0.5".
+        media_range = _RANGE.match(part)
+        if media_range is not None:
+            weight = _WEIGHT.search(media_range[2])
+            weights[media_range[1].lower()] = float(weight[1]) if weight else 1.0
 
     def weight_of(offer: str) -> float:
         # The narrowest range that contains the type counts (RFC 9110, 12.5.1).
         main_type = offer.partition("/")[0]
-        for media_range in (offer, f"{main_type}/*", "*/*"):
-            if media_range in weights:
-                return weights[media_range]
+        for pattern in (offer, f"{main_type}/*", "*/*"):
+            if pattern in weights:
+                return weights[pattern]
         return 0.0
 
     best = max(offers, key=weight_of)
@@ -202,18 +204,21 @@ def choose_media_type(headers: Headers, *, streams: bool) -> str:
     raise NotAcceptable("Accept", f'accept {JSON} or {SAFETENSORS}, or send a request with "stream" for another form')
 
 
-async def _respond(request: Request, batch: BatchRun, media_type: str, reading: Reading, *, after: int) -> Response:
-    """Return the batch's events after event ``after`` as a stream, or its whole answer."""
+async def _respond(
+    request: Request, batch: BatchRun, media_type: str, reading: Reading, *, last_number: int
+) -> Response:
+    """Return the batch's events after event ``last_number`` as a stream, or its whole answer."""
     if batch.feed is not None:
-        events = event_chunks(batch.feed, after, batch.answer_format.stream, reading.events)
+        events = encode_events(batch.feed, last_number, batch.answer_format.stream, reading.events)
         return EventStream(events, reading.listen(batch))
 
     with ExitStack() as cleanup:
         cleanup.enter_context(reading.listen(batch))
         done = await while_connected(request, batch.wait())
+        # If all groups failed without tokens, the first error is the answer.
         errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
-        has_nothing = len(errors) == len(done.results) and not done.unfinished
-        if errors and has_nothing:
+        has_no_tokens = len(errors) == len(done.results) and not done.unfinished
+        if errors and has_no_tokens:
             raise errors[0]
 
         def encode() -> bytes | TokenTensors:
@@ -236,7 +241,7 @@ async def _respond(request: Request, batch: BatchRun, media_type: str, reading: 
 
 def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None = None) -> bytes:
     """Encode the answer as JSON. If ``tensors`` are given, they take the tokens, and the JSON has numbers of rows."""
-    head = RolloutsOut(
+    fields = RolloutsOut(
         id=batch.batch_id,
         policy=batch.plan.policy,
         groups=[],
@@ -247,11 +252,12 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         shortfall=done.shortfall,
         uninformative=list(done.uninformative),
         skipped=done.skipped,
-        usage=usage_of(done),
+        usage=sum_usage(done),
     ).model_dump()
     # The caller's sampling parameters may have numbers with more digits than msgspec encodes.
-    head["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
+    fields["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
     groups = sorted(done.results, key=lambda result: result.number)
+    # Items are converted and encoded one after another, because all of them together need much memory.
     lists = {
         "groups": (GroupOut.of(group).model_dump() for group in groups),
         "unfinished": (UnfinishedOut.of(prompt).model_dump() for prompt in done.unfinished),
@@ -260,7 +266,7 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
     # BytesIO does not copy the whole answer at once: the event loop would have to wait for the copy.
     answer = BytesIO()
     separator = b"{"
-    for name, value in head.items():
+    for name, value in fields.items():
         answer.write(separator + encode_json(name) + b":")
         separator = b","
         if name not in lists:
@@ -268,69 +274,70 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
             continue
 
         answer.write(b"[")
-        for number, fields in enumerate(lists[name]):
+        for number, item in enumerate(lists[name]):
             if tensors is not None:
-                take_tokens(fields, tensors)
+                move_tokens_to_rows(item, tensors)
             if number:
                 answer.write(b",")
-            answer.write(encode_json(fields))
+            answer.write(encode_json(item))
         answer.write(b"]")
     answer.write(b"}")
     return answer.getvalue()
 
 
-def take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
+def move_tokens_to_rows(group: dict[str, Any], tensors: TokenTensors) -> None:
     """Move the tokens of a group or an unfinished prompt to rows, and put the rows' numbers in their places."""
     for name in TOKEN_LISTS:
-        for item in fields.get(name) or ():
-            row = tensors.add(item["token_ids"], item["logprobs"])
-            item["token_ids"] = row
-            if item["logprobs"] is not None:
-                item["logprobs"] = row
+        for candidate in group.get(name) or ():
+            row_number = tensors.add_row(candidate["token_ids"], candidate["logprobs"])
+            candidate["token_ids"] = row_number
+            if candidate["logprobs"] is not None:
+                candidate["logprobs"] = row_number
 
 
-async def event_chunks(
+async def encode_events(
     feed: EventFeed,
-    number: int,
+    last_number: int,
     stream: StreamMode,
-    shared: SharedEncodings[bytes],
+    encodings: SharedEncodings[bytes],
 ) -> AsyncGenerator[bytes, None]:
-    """Encode the events of a batch after event ``number``.
+    """Encode the events of a batch after event ``last_number``.
 
     Small events that are ready at the same time are sent in one chunk. A large event is encoded in a thread, once for
     all current readers, and is a chunk of its own.
     """
-    while (found := await feed.next(number)) is not None:
+    while (numbered_event := await feed.next(last_number)) is not None:
         # Join small events that are ready, up to the first large event.
-        chunk = b""
-        while found is not None and not is_large(found[1]):
-            number = found[0]
-            chunk += encode_event(*found, stream)
-            found = feed.next_after(number) if len(chunk) < SLICE_BYTES else None
-        if found is None:
-            yield chunk
+        small_events = b""
+        while numbered_event is not None and not takes_long_to_encode(numbered_event[1]):
+            last_number = numbered_event[0]
+            small_events += encode_batch_event(*numbered_event, stream)
+            numbered_event = None
+            if len(small_events) < SLICE_BYTES:
+                numbered_event = feed.next_after(last_number)
+        if numbered_event is None:
+            yield small_events
             continue
 
-        # Small events are sent while the large event is encoded.
-        number = found[0]
-        with shared.use((feed, number), partial(encode_event, *found, stream)) as encoding:
+        # The small events are sent while the large event is encoded.
+        last_number = numbered_event[0]
+        with encodings.use((feed, last_number), partial(encode_batch_event, *numbered_event, stream)) as encoding:
             # A slow reader must not keep the tokens of the event alive.
-            found = None
-            if chunk:
-                yield chunk
+            numbered_event = None
+            if small_events:
+                yield small_events
             yield await encoding
 
 
-def is_large(event: Event) -> bool:
-    """Return whether an event takes too long to be encoded in the event loop."""
+def takes_long_to_encode(event: Event) -> bool:
     match event:
         case TokenDelta():
             return len(event.token_ids) > INLINE_VALUES
         case GroupResult():
-            candidates = 0 if event.record is None else len(event.record.candidates)
-            tokens = sum(len(sample.token_ids) for sample in event.samples.values())
-            tokens += sum(len(aborted.sample.token_ids) for aborted in (event.aborted or {}).values())
-            return VALUES_PER_CANDIDATE * candidates + tokens > INLINE_VALUES
+            num_candidates = 0 if event.record is None else len(event.record.candidates)
+            num_tokens = sum(len(sample.token_ids) for sample in event.samples.values())
+            num_tokens += sum(len(aborted.sample.token_ids) for aborted in (event.aborted or {}).values())
+            return VALUES_PER_CANDIDATE * num_candidates + num_tokens > INLINE_VALUES
         case BatchDone():
             has_groups = any(prompt.group is not None for prompt in event.unfinished)
             return has_groups or VALUES_PER_CANDIDATE * len(event.unfinished) > INLINE_VALUES
@@ -338,8 +345,7 @@ def is_large(event: Event) -> bool:
             return False
 
 
-def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
-    """Encode an event. ``number`` is its id for Last-Event-ID."""
+def encode_batch_event(number: int, event: Event, stream: StreamMode) -> bytes:
     # Events with tokens are encoded by msgspec, which is faster than the standard library.
     if isinstance(event, TokenDelta):
         delta = {
@@ -349,12 +355,13 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
             "token_ids": event.token_ids,
             "logprobs": event.logprobs,
         }
-        return encode_text("delta", encode_ascii(delta), number)
+        return encode_text_event("delta", encode_ascii(delta), number)
     if isinstance(event, GroupResult):
         left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
-        return encode_text("group", encode_ascii(GroupOut.of(event).model_dump(exclude=left_out)), number)
+        group = GroupOut.of(event).model_dump(exclude=left_out)
+        return encode_text_event("group", encode_ascii(group), number)
     name, data = _convert_small_event(event)
-    return encode(name, data, number)
+    return encode_event(name, data, number)
 
 
 def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
@@ -384,7 +391,7 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
         case BatchDone():
             return "done", {
                 "id": event.batch_id,
-                "usage": usage_of(event).model_dump(mode="json"),
+                "usage": sum_usage(event).model_dump(mode="json"),
                 "unfinished": [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished],
                 "carried": event.carried,
                 "shortfall": event.shortfall,
@@ -392,7 +399,7 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "skipped": event.skipped,
             }
         case BatchFailed(error):
-            return "error", {"error": error_object(error)}
+            return "error", {"error": describe_error(error)}
     raise AssertionError(event)
 
 

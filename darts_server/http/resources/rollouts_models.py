@@ -24,7 +24,7 @@ from pydantic_core.core_schema import no_info_after_validator_function
 
 from darts_server.exceptions import DartsError, InvalidRequest, TooLarge
 from darts_server.http.body import Body
-from darts_server.http.errors import fields_of
+from darts_server.http.errors import error_fields
 from darts_server.http.resources.trajectories import (
     Advantage,
     CorrectByVerifier,
@@ -39,9 +39,9 @@ from darts_server.http.resources.trajectories import (
     SelectedAs,
     UsageOut,
     Weight,
-    discarded_out,
-    shared_fields,
-    trajectory_fields,
+    copy_shared_fields,
+    list_discarded,
+    make_trajectory_fields,
 )
 from darts_server.identifiers import NAME_CHARS, Name
 from darts_server.records import CandidateRecord
@@ -60,7 +60,7 @@ MAX_SHARED_BYTES = 64 * 1024 * 1024
 """Limit of the bytes of a batch's chat options, times the chats that are rendered with them."""
 
 
-def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
+def _keep_as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
     """Return an annotation that validates a field as ``kind``, and keeps it as JSON in a fraction of the memory."""
 
     def encode(value: object) -> bytes:
@@ -74,12 +74,12 @@ def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
 
 
 def _dump_metadata(metadata: bytes | None, info: SerializationInfo) -> Any:
-    """Return metadata as objects for pydantic's JSON, else as JSON text."""
     if metadata is None:
         return None
+    # pydantic's own JSON needs objects.
     if info.mode_is_json():
         return json.loads(metadata)
-    # Not decoded: msgspec does not encode numbers of more than 64 bits.
+    # `encode_json` gets the text, because msgspec does not encode numbers of more than 64 bits.
     return Raw(metadata)
 
 
@@ -90,7 +90,7 @@ Metadata = Annotated[
 ]
 
 
-def _with_message(message: str) -> WrapValidator:
+def _replace_errors(message: str) -> WrapValidator:
     """Return an annotation that replaces all of pydantic's errors for a field by this message."""
 
     def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:
@@ -104,19 +104,19 @@ def _with_message(message: str) -> WrapValidator:
 
 VerifierNames = Annotated[
     Annotated[list[Name], Field(min_length=1)] | Literal[False] | None,
-    _with_message('must be false or a list of names, such as ["compute_score"]'),
+    _replace_errors('must be false or a list of names, such as ["compute_score"]'),
 ]
-Only = Annotated[Literal["informative"] | None, _with_message('must be "informative"; omit it to return all groups')]
+Only = Annotated[Literal["informative"] | None, _replace_errors('must be "informative"; omit it to return all groups')]
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
-JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
-Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)])]
+JsonObject = Annotated[bytes, _keep_as_json(dict[str, Any])]
+Messages = Annotated[bytes, _keep_as_json(Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)])]
 Tools = Annotated[
     bytes,
-    _as_json(
+    _keep_as_json(
         Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)], MAX_OPTION_BYTES
     ),
 ]
-TemplateKwargs = Annotated[bytes, _as_json(dict[str, Any], MAX_OPTION_BYTES)]
+TemplateKwargs = Annotated[bytes, _keep_as_json(dict[str, Any], MAX_OPTION_BYTES)]
 
 
 class ChatOptionsIn(Body):
@@ -139,14 +139,14 @@ class ChatOptionsIn(Body):
         options = {}
         for name in ChatOptionsIn.model_fields:
             value = getattr(self, name)
-            # Fields of bytes were encoded by `_as_json`.
+            # Fields of bytes were encoded by `_keep_as_json`.
             if isinstance(value, bytes):
                 options[name] = Raw(value)
             elif value is not None:
                 options[name] = Raw(msgspec.json.encode(value))
         return options
 
-    def check_prompt(self, *forms: str) -> None:
+    def check_prompt_form(self, *forms: str) -> None:
         """Raise ValueError unless one of the fields ``forms`` is given, and it has messages if there are options."""
         given = [name for name in forms if getattr(self, name) is not None]
         if len(given) != 1:
@@ -157,14 +157,14 @@ class ChatOptionsIn(Body):
             raise ValueError(f"{next(iter(options))} is for messages alone; leave it out, or send messages")
 
 
-def merge_chat_options(common: dict[str, Raw], own: dict[str, Raw]) -> dict[str, Raw]:
-    """Return the options of one prompt. Its own options and template arguments override those of the batch."""
-    merged = common | own
+def merge_chat_options(of_batch: dict[str, Raw], of_prompt: dict[str, Raw]) -> dict[str, Raw]:
+    merged = of_batch | of_prompt
     name = "chat_template_kwargs"
-    if name in common and name in own:
-        common_arguments = msgspec.json.decode(common[name], type=dict[str, Raw])
-        own_arguments = msgspec.json.decode(own[name], type=dict[str, Raw])
-        merged[name] = Raw(msgspec.json.encode(common_arguments | own_arguments))
+    # The template's arguments are merged one by one.
+    if name in of_batch and name in of_prompt:
+        batch_arguments = msgspec.json.decode(of_batch[name], type=dict[str, Raw])
+        prompt_arguments = msgspec.json.decode(of_prompt[name], type=dict[str, Raw])
+        merged[name] = Raw(msgspec.json.encode(batch_arguments | prompt_arguments))
     return merged
 
 
@@ -184,7 +184,7 @@ class PromptIn(ChatOptionsIn):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        self.check_prompt("token_ids", "messages", "text")
+        self.check_prompt_form("token_ids", "messages", "text")
         return self
 
 
@@ -269,26 +269,27 @@ class RolloutsIn(ChatOptionsIn):
             raise ValueError('is only valid with "only": "informative"; omit it')
         return value
 
-    def request(self) -> BatchRequest:
-        """Return the batch that runs.
-
+    def to_batch_request(self) -> BatchRequest:
+        """
         Raises:
             InvalidRequest: the batch has chat options, and no messages.
             TooLarge: the chat options would be rendered too often.
         """
-        common = self.chat_options()
-        shared = None
-        if common:
-            shared = msgspec.json.encode(common)
-            self._check_chat_options(common, len(shared))
+        batch_options = self.chat_options()
+        encoded_batch_options = None
+        if batch_options:
+            encoded_batch_options = msgspec.json.encode(batch_options)
+            self._check_chat_options(batch_options, len(encoded_batch_options))
 
         prompts = []
         for prompt in self.prompts:
-            # Prompts without options of their own share one object, because a batch may have 100,000 chats.
             options = None
             if prompt.messages is not None:
-                own = prompt.chat_options()
-                options = msgspec.json.encode(merge_chat_options(common, own)) if own else shared
+                # Prompts without options of their own share one object, because a batch may have 100,000 chats.
+                options = encoded_batch_options
+                prompt_options = prompt.chat_options()
+                if prompt_options:
+                    options = msgspec.json.encode(merge_chat_options(batch_options, prompt_options))
             prompts.append(
                 PromptSpec(
                     prompt.token_ids,
@@ -300,25 +301,25 @@ class RolloutsIn(ChatOptionsIn):
                     _verifier_names(prompt.verifier),
                 )
             )
+        # The others are fields of `BatchRequest` under the same names.
         form_of_answer = {"stream", "chunk_tokens"}
-        others = self.model_dump(exclude={"prompts", *form_of_answer, *ChatOptionsIn.model_fields})
-        others["verifier"] = _verifier_names(self.verifier)
-        return BatchRequest(prompts, **others)
+        other_fields = self.model_dump(exclude={"prompts", *form_of_answer, *ChatOptionsIn.model_fields})
+        other_fields["verifier"] = _verifier_names(self.verifier)
+        return BatchRequest(prompts, **other_fields)
 
-    def _check_chat_options(self, options: dict[str, Raw], size: int) -> None:
-        """Check the batch's chat options. ``size``: their bytes as JSON."""
-        chats = sum(prompt.messages is not None for prompt in self.prompts)
-        if not chats:
+    def _check_chat_options(self, options: dict[str, Raw], encoded_bytes: int) -> None:
+        num_chats = sum(prompt.messages is not None for prompt in self.prompts)
+        if not num_chats:
             raise InvalidRequest(
                 next(iter(options)),
                 "is for prompts with messages alone, and there is none (carried prompts keep their own)",
             )
-        if size * chats > MAX_SHARED_BYTES:
+        if encoded_bytes * num_chats > MAX_SHARED_BYTES:
             largest = max(options, key=lambda name: len(bytes(options[name])))
             raise TooLarge(
                 largest,
-                f"is rendered with each of {chats} prompts: the batch's chat options may have at most "
-                f"{MAX_SHARED_BYTES // chats} bytes together; send fewer prompts per request",
+                f"is rendered with each of {num_chats} prompts: the batch's chat options may have at most "
+                f"{MAX_SHARED_BYTES // num_chats} bytes together; send fewer prompts per request",
             )
 
 
@@ -380,9 +381,9 @@ class GroupOut(GroupFacts):
 
     @classmethod
     def of(cls, result: GroupResult) -> Self:
-        """Convert the result of a group."""
         record = result.record
-        candidates = _candidates_of(result)
+        candidates = _candidates_by_index(result)
+        # A group that failed before it ran has no record.
         facts: dict[str, Any] = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
         facts["mixed_versions"] = record is not None and record.mixed_versions
         facts["decided_early"] = record is not None and record.decided_early
@@ -395,7 +396,7 @@ class GroupOut(GroupFacts):
         ranks = {index: rank for rank, index in enumerate(by_length)}
         trajectories = []
         for index, sample in sorted(result.samples.items()):
-            fields = trajectory_fields(TrajectoryOut, f"{result.group_id}:{index}", sample, candidates[index])
+            fields = make_trajectory_fields(TrajectoryOut, f"{result.group_id}:{index}", sample, candidates[index])
             # The verdict may have come after the record was made.
             verdict = result.verdicts.get(index, NO_VERDICT)
             fields["reward"] = verdict.reward
@@ -412,20 +413,19 @@ class GroupOut(GroupFacts):
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_convert_aborted(result),
             trajectories=trajectories,
-            discarded=discarded_out(result.group_id, candidates.values(), result.aborted or (), result.verdicts),
+            discarded=list_discarded(result.group_id, candidates.values(), result.aborted or (), result.verdicts),
             zero_variance=result.zero_variance,
             seconds=None if record is None else record.ended_at - record.started_at,
-            error=None if result.error is None else error_object(result.error),
+            error=None if result.error is None else describe_error(result.error),
         )
 
 
 def _verifier_names(names: list[str] | Literal[False] | None) -> list[str] | None:
-    """Return the names, empty for ``false``, or None for the default."""
+    # A caller's ``false`` means no verifier, and None means the default.
     return [] if names is False else names
 
 
-def usage_of(done: BatchDone) -> UsageOut:
-    """Sum up the tokens of a batch."""
+def sum_usage(done: BatchDone) -> UsageOut:
     returned = sum(len(sample.token_ids) for group in done.results for sample in group.samples.values())
     return UsageOut.of(done.generated, returned, done.seconds)
 
@@ -449,9 +449,9 @@ class UnfinishedOut(BaseModel):
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
-        error = None if unfinished.error is None else error_object(unfinished.error)
+        error = None if unfinished.error is None else describe_error(unfinished.error)
         aborted = None if unfinished.group is None else _convert_aborted(unfinished.group)
-        return cls(**shared_fields(cls, unfinished) | {"error": error, "aborted": aborted})
+        return cls(**copy_shared_fields(cls, unfinished) | {"error": error, "aborted": aborted})
 
 
 class RolloutsOut(BaseModel):
@@ -479,8 +479,7 @@ class CancelledOut(BaseModel):
     cancelled: bool
 
 
-def _candidates_of(result: GroupResult) -> dict[int, CandidateRecord]:
-    """Return the candidates by their indices."""
+def _candidates_by_index(result: GroupResult) -> dict[int, CandidateRecord]:
     candidates = () if result.record is None else result.record.candidates
     return {candidate.index: candidate for candidate in candidates}
 
@@ -489,21 +488,21 @@ def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
     """Return a group's aborted candidates; ``None`` if it was not aborted."""
     if result.aborted is None:
         return None
-    candidates = _candidates_of(result)
-    answers = []
+    candidates = _candidates_by_index(result)
+    converted = []
     for index, aborted in result.aborted.items():
         trajectory_id = f"{result.group_id}:{index}"
-        fields = trajectory_fields(AbortedCandidateOut, trajectory_id, aborted.sample, candidates[index])
+        fields = make_trajectory_fields(AbortedCandidateOut, trajectory_id, aborted.sample, candidates[index])
         spans = list(aborted.version_spans)
         fields["finish_reason"] = aborted.sample.finish_reason or "abort"
         fields["version_spans"] = spans
         fields["weight_version_start"] = spans[0][0] if spans else None
         fields["weight_version_end"] = spans[-1][0] if spans else None
-        answers.append(AbortedCandidateOut(**fields))
-    return answers
+        converted.append(AbortedCandidateOut(**fields))
+    return converted
 
 
-def error_object(error: Exception) -> dict[str, Any]:
+def describe_error(error: Exception) -> dict[str, Any]:
     if not isinstance(error, DartsError):
         error = DartsError(f"{type(error).__name__}: {error}")
-    return fields_of(error)
+    return error_fields(error)

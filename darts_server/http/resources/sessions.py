@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from darts_server.caller import caller
 from darts_server.exceptions import Forbidden
-from darts_server.http.answers import JSON, Readers, encode_json, in_thread, respond
+from darts_server.http.answers import JSON, Readers, encode_json, respond, run_in_encoder_thread
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import JsonObject, Metadata
-from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
+from darts_server.http.sse import MEDIA_TYPE, EventStream, encode_event
 from darts_server.identifiers import Name
 from darts_server.rollout.sessions.registry import SessionGroupRequest, SessionRegistry
 from darts_server.rollout.sessions.session_group import AgentSession, SessionEvent, SessionGroup, StoppedAs
@@ -122,8 +122,9 @@ class SessionState(BaseModel):
 
     @classmethod
     def of(cls, session: AgentSession) -> Self:
-        inner = session.state
+        state = session.state
         group = session.group
+        # Null while the session may still be selected.
         selected = None
         if group.outcome is not None or session.candidate.reason is not None:
             selected = session.candidate.selected_as is not None
@@ -133,14 +134,14 @@ class SessionState(BaseModel):
             index=session.index,
             trajectory_id=session.trajectory_id,
             group_id=group.spec.group_id,
-            state="over" if inner.is_over else "open",
-            end=inner.end_reason,
+            state="over" if state.is_over else "open",
+            end=state.end_reason,
             reason=session.candidate.reason,
-            turns=inner.turns,
-            running_turns=inner.running_turns,
+            turns=state.turns,
+            running_turns=state.running_turns,
             tokens=session.tokens,
-            prompt_tokens=inner.prompt_tokens,
-            tool_seconds=inner.tool_seconds,
+            prompt_tokens=state.prompt_tokens,
+            tool_seconds=state.tool_seconds,
             seconds=session.seconds(),
             selected=selected,
             selected_as=session.candidate.selected_as,
@@ -221,11 +222,11 @@ def _encode_trajectory(state: SessionState, rows: list[dict[str, Any]]) -> bytes
     return encode_json(fields)
 
 
-def _rows_of(session: AgentSession) -> list[dict[str, Any]]:
-    """Return the rows as values that `encode_json` encodes. They are copied, as turns may extend a row."""
+def _encodable_rows(session: AgentSession) -> list[dict[str, Any]]:
     return [
         {
             "token_ids": row.token_ids,
+            # An array, because `encode_json` would write bytes as base64.
             "mask": array("B", row.mask),
             "logprobs": row.logprobs,
             "version_spans": row.spans,
@@ -237,54 +238,63 @@ def _rows_of(session: AgentSession) -> list[dict[str, Any]]:
 def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
     readers = Readers("events of sessions", limit=4096)
 
-    def event_out(event: SessionEvent, root: str) -> EventOut:
+    def convert_event(event: SessionEvent, root: str) -> EventOut:
         session = event.session
+        session_to_run = None
+        if session is not None and event.kind == "started":
+            session_to_run = SessionOut.of(session, root)
         return EventOut(
             type=event.kind,
             session=None if session is None else session.session_id,
             reason=event.reason,
-            start=SessionOut.of(session, root) if session is not None and event.kind == "started" else None,
+            start=session_to_run,
         )
 
-    async def events_of(
+    async def respond_with_events(
         group: SessionGroup, session: AgentSession | None, request: Request, wait: float, after: int
     ) -> Response:
-        """Return the events after number ``after``: as a long poll, or as a stream if the request accepts one."""
+        """Return the events after number ``after``: as a long poll, or as a stream if the request accepts a stream."""
         root = str(request.base_url)
 
-        def newer(after: int) -> list[tuple[int, EventOut]]:
-            events = enumerate(group.events[after:], after + 1)
-            return [(n, event_out(e, root)) for n, e in events if session is None or e.session in (None, session)]
+        def read_events(after: int) -> list[tuple[int, EventOut]]:
+            numbered_events = []
+            for number, event in enumerate(group.events[after:], after + 1):
+                # Events without a session are of the group, and every session's reader gets them.
+                if session is None or event.session in (None, session):
+                    numbered_events.append((number, convert_event(event, root)))
+            return numbered_events
 
         if MEDIA_TYPE in request.headers.get("accept", ""):
 
             async def stream() -> AsyncIterator[bytes]:
-                number = after
+                last_number = after
                 while True:
-                    found = newer(number)
-                    number = len(group.events)
+                    numbered_events = read_events(last_number)
+                    last_number = len(group.events)
                     # The group may end while its events are sent, and then has further events.
-                    has_ended = group.outcome is not None
-                    for event_number, event in found:
-                        yield encode(event.type, event.model_dump(mode="json"), event_number)
-                    if has_ended:
+                    had_ended = group.outcome is not None
+                    for number, event in numbered_events:
+                        yield encode_event(event.type, event.model_dump(mode="json"), number)
+                    if had_ended:
                         return
-                    await group.wait_for_events(number, MAX_WAIT_SECONDS)
+                    await group.wait_for_events(last_number, MAX_WAIT_SECONDS)
 
-            return EventStream(stream(), readers.counted())
+            return EventStream(stream(), readers.count_connection())
 
         async def poll() -> EventsOut:
-            number = after
-            deadline = asyncio.get_running_loop().time() + wait
+            loop = asyncio.get_running_loop()
+            last_number = after
+            wait_until = loop.time() + wait
             while True:
-                found = newer(number)
-                number = max(number, len(group.events))
-                left = deadline - asyncio.get_running_loop().time()
-                if found or left <= 0 or group.outcome is not None:
-                    return EventsOut(events=[event for _, event in found], next=number)
-                await group.wait_for_events(number, left)
+                numbered_events = read_events(last_number)
+                # The caller may have sent a number that is too large.
+                last_number = max(last_number, len(group.events))
+                seconds_left = wait_until - loop.time()
+                if numbered_events or seconds_left <= 0 or group.outcome is not None:
+                    return EventsOut(events=[event for _, event in numbered_events], next=last_number)
+                await group.wait_for_events(last_number, seconds_left)
 
-        with readers.counted():
+        with readers.count_connection():
             answer = await while_connected(request, poll())
         return Response(answer.model_dump_json(), media_type=JSON)
 
@@ -316,6 +326,7 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
     async def end(session_id: str, request: Request) -> SessionState:
         """End a session. A session that the server has stopped only gets the reward and the metadata."""
         session = registry.find(session_id)
+        # Without a body, the defaults apply.
         body = await parse_body(SessionEndIn, await read_body(request, MAX_BODY_BYTES) or b"{}")
         has_session_key = caller.get().session is not None
         if has_session_key and (body.reward is not None or body.correct is not None):
@@ -337,10 +348,11 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
     async def read(session_id: str, request: Request) -> Response:
         """Return the state of a session, and its tokens with their log-probs, ready for training."""
         session = registry.find(session_id)
-        # The last tokens of a session that was cut in this moment are still under way.
+        # The last tokens of a session that was just cut may not have arrived yet.
         await while_connected(request, session.wait_for_last_tokens())
-        encode_session = partial(_encode_trajectory, SessionState.of(session), _rows_of(session))
-        return respond(await in_thread(encode_session), JSON)
+        # State and rows are read here, because turns may extend a row while the thread encodes it.
+        encode_session = partial(_encode_trajectory, SessionState.of(session), _encodable_rows(session))
+        return respond(await run_in_encoder_thread(encode_session), JSON)
 
     wait_query = Query(WAIT_SECONDS, ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for an event.")
     after_query = Query(0, ge=0, description="Number of events that you have: `next` of the last answer.")
@@ -351,14 +363,14 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
     ) -> Response:
         """Wait for events of a session and for the end of its group. `Accept: text/event-stream` gets a stream."""
         session = registry.find(session_id)
-        return await events_of(session.group, session, request, wait, after)
+        return await respond_with_events(session.group, session, request, wait, after)
 
     @api.get("/session-groups/{group_id}/events", response_model=EventsOut)
     async def group_events(
         group_id: str, request: Request, wait: float = wait_query, after: int = after_query
     ) -> Response:
         """Wait for events of a group and its sessions. `Accept: text/event-stream` gets a stream."""
-        return await events_of(registry.find_group(group_id), None, request, wait, after)
+        return await respond_with_events(registry.find_group(group_id), None, request, wait, after)
 
     @api.get("/session-groups/{group_id}")
     async def read_group(group_id: str) -> GroupState:

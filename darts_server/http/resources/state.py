@@ -33,18 +33,18 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
     exporting = anyio.Lock()
 
     def restore_file(data: bytes) -> int:
-        """Restore a saved file; return its number of prompts."""
         try:
             store.restore(data)
         except (StateDamaged, StateTooNew) as error:
             raise InvalidRequest("body", str(error)) from error
+        # The number of prompts with statistics.
         return store.count(KIND)
 
     @api.get("/state", response_class=Response, responses={200: {"content": BYTES}})
     async def save() -> Response:
         """Return learned state as one file."""
         with ExitStack() as cleanup:
-            cleanup.enter_context(readers.counted())
+            cleanup.enter_context(readers.count_connection())
             async with exporting:
                 statistics.flush()
                 data = await run_sync(store.export)

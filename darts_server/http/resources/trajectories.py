@@ -12,7 +12,7 @@ from darts_server.verify.types import NO_VERDICT, Verdict
 
 
 def _dump_values(values: Sequence[Any], info: SerializationInfo) -> Sequence[Any]:
-    """Return a list for pydantic's JSON. `encode_json` encodes arrays."""
+    # pydantic's own JSON needs a list. `encode_json` encodes arrays.
     return list(values) if info.mode_is_json() else values
 
 
@@ -94,8 +94,8 @@ class GroupFacts(BaseModel):
         "its deadline. Null without a deadline."
     )
     run_probability: float | None = Field(
-        description="Probability that the batch ran the prompt, below 1 only with `skip_floor`. The group counts "
-        "1 / so much. Null without a record."
+        description="Probability that the batch ran the prompt, below 1 only with `skip_floor`. The group's weight "
+        "is its inverse. Null without a record."
     )
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
     num_rewarded: int | None = Field(
@@ -141,7 +141,7 @@ class DiscardedOut(BaseModel):
     correct: CorrectByVerifier = None
 
 
-def discarded_out(
+def list_discarded(
     group_id: str,
     candidates: Iterable[CandidateRecord],
     excluded: Container[int],
@@ -178,18 +178,18 @@ class UsageOut(BaseModel):
         return cls(generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=seconds)
 
 
-def shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:
-    """Return the fields of an answer that a record has under the same names."""
+def copy_shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:
+    """Return the fields of ``model`` that a record has under the same names."""
     return {name: getattr(record, name) for name in model.model_fields if hasattr(record, name)}
 
 
-def trajectory_fields(
+def make_trajectory_fields(
     model: type[BaseModel],
     trajectory_id: str,
     sample: Sample,
     candidate: CandidateRecord,
 ) -> dict[str, Any]:
-    return shared_fields(model, candidate) | {
+    return copy_shared_fields(model, candidate) | {
         "trajectory_id": trajectory_id,
         "token_ids": sample.token_ids,
         "logprobs": sample.logprobs,

@@ -10,7 +10,7 @@ from msgspec import Raw
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 from starlette.responses import Response
 
-from darts_server.http.answers import JSON, encode_json, in_thread, respond
+from darts_server.http.answers import JSON, encode_json, respond, run_in_encoder_thread
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import ChatOptionsIn, Messages, TokenIds
@@ -19,8 +19,8 @@ from darts_server.http.resources.trajectories import (
     SampleOut,
     Sampling,
     UsageOut,
-    discarded_out,
-    trajectory_fields,
+    list_discarded,
+    make_trajectory_fields,
 )
 from darts_server.identifiers import Name
 from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
@@ -52,8 +52,11 @@ def _create_discriminator(*kinds: type, name: str) -> Discriminator:
     def tag_of(value: object) -> str | None:
         if isinstance(value, str):
             return "text"
-        # An empty tag does not appear in the place of an error. Without a tag, pydantic refuses the value.
-        return "" if isinstance(value, kinds) else None
+        if isinstance(value, kinds):
+            # An empty tag does not appear in the place of an error.
+            return ""
+        # pydantic refuses a value without a tag.
+        return None
 
     return Discriminator(
         tag_of,
@@ -91,24 +94,23 @@ class VoteIn(ChatOptionsIn):
 
     @field_validator("prompt", mode="after")
     @classmethod
-    def _check_not_empty(cls, value: str | list[int] | None) -> str | list[int] | None:
+    def _refuse_empty(cls, value: str | list[int] | None) -> str | list[int] | None:
         if value is not None and not value:
             raise ValueError("must not be empty")
         return value
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        self.check_prompt("prompt", "messages")
+        self.check_prompt_form("prompt", "messages")
         return self
 
-    @property
-    def vote_request(self) -> VoteRequest:
+    def to_vote_request(self) -> VoteRequest:
         text = self.prompt if isinstance(self.prompt, str) else None
-        tokens = self.prompt if isinstance(self.prompt, list) else None
-        options = self.chat_options()
-        encoded_options = msgspec.json.encode(options) if options else None
+        token_ids = self.prompt if isinstance(self.prompt, list) else None
+        chat_options = self.chat_options()
+        encoded_options = msgspec.json.encode(chat_options) if chat_options else None
         return VoteRequest(
-            prompt=PromptSpec(tokens, self.messages, text, self.key, chat_options=encoded_options),
+            prompt=PromptSpec(token_ids, self.messages, text, self.key, chat_options=encoded_options),
             n=self.n,
             pattern=self.pattern if isinstance(self.pattern, str) else self.pattern.choices,
             weights=self.weights,
@@ -146,14 +148,15 @@ class VoteOut(BaseModel):
         tally = result.tally
         ballots = {ballot.index: ballot for ballot in result.ballots}
         candidates = {candidate.index: candidate for candidate in result.record.candidates}
-        returned = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
+        returned_tokens = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
 
         trajectories = []
         for index, ballot in ballots.items():
-            fields = trajectory_fields(VoterOut, f"{result.vote_id}:{index}", ballot.sample, candidates[index])
+            fields = make_trajectory_fields(VoterOut, f"{result.vote_id}:{index}", ballot.sample, candidates[index])
             fields["answer"] = ballot.answer
             fields["score"] = ballot.score
             fields["weight"] = tally.vote_weights.get(index)
+            # Scores may have needed log-probs that the caller has not requested.
             if not result.request.wants_logprobs:
                 fields["logprobs"] = None
             trajectories.append(VoterOut(**fields))
@@ -167,8 +170,8 @@ class VoteOut(BaseModel):
             decided_early=result.decided_early,
             calibration=result.calibration,
             trajectories=trajectories,
-            discarded=discarded_out(result.vote_id, candidates.values(), ballots),
-            usage=UsageOut.of(result.record.generated_tokens, returned, result.seconds),
+            discarded=list_discarded(result.vote_id, candidates.values(), ballots),
+            usage=UsageOut.of(result.record.generated_tokens, returned_tokens, result.seconds),
         )
 
 
@@ -184,7 +187,7 @@ def add_routes(api: APIRouter, votes: VoteRunner[Any, Any]) -> None:
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
-        result = await while_connected(request, votes.run(body.vote_request))
-        # In a thread, because many trajectories take long.
-        answer = await while_connected(request, in_thread(partial(encode_vote, result)))
+        result = await while_connected(request, votes.run(body.to_vote_request()))
+        # Many trajectories take long to encode.
+        answer = await while_connected(request, run_in_encoder_thread(partial(encode_vote, result)))
         return respond(answer, JSON)

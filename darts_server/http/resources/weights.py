@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from darts_server.http.body import Body, chunks_of, parse_body, read_body
+from darts_server.http.body import Body, parse_body, read_body, stream_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
 from darts_server.records import UpdateRecord
@@ -60,7 +60,6 @@ class UpdateAnswer(BaseModel):
 
     @classmethod
     def of(cls, record: UpdateRecord | None) -> Self | None:
-        """Convert the last update, if there was any."""
         if record is None:
             return None
         return cls.model_validate(record)
@@ -105,7 +104,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
     ) -> WeightsAnswer:
         """Replace the weights by the body's, or change nothing. Responds when the new weights are served."""
         await updates.push(
-            lambda limit: chunks_of(request, limit),
+            lambda limit: stream_body(request, limit),
             rule=rule and Rule(rule),
             version=version,
             partial=partial,
@@ -142,7 +141,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         await updates.loras.push(
             name,
             config,
-            lambda limit: chunks_of(request, limit),
+            lambda limit: stream_body(request, limit),
             rule=rule and Rule(rule),
             version=version,
             check_finite=check_finite,
@@ -177,7 +176,7 @@ def describe_weights(updates: Updates) -> WeightsAnswer:
     ]
     last = coordinator.last
     last_error = coordinator.last_error
-    # An update of a part does not replace the tensors of a failed update.
+    # A partial update does not replace all tensors that a failed update may have left.
     if last is not None and last.outcome is UpdateOutcome.COMPLETED and updates.loaded.intact:
         last_error = None
     return WeightsAnswer(

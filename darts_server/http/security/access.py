@@ -25,7 +25,7 @@ MAX_KEY_FILE_BYTES = 1024 * 1024
 SEND_A_KEY = "send the header Authorization: Bearer KEY, with a key of this server"
 LOCAL_NAME = "localhost"
 ANY = "*"
-LONGEST_SHOWN = 100
+MAX_SHOWN_CHARS = 100
 """Limit of characters of a header in an error message."""
 
 
@@ -58,9 +58,9 @@ class Sender:
     """Whether a proxy has sent the request. Then the address is the proxy's, or anyone could have chosen it."""
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether a program or web page of this machine has sent the request."""
-        if self.origin is not None and not is_loopback(hostname(self.origin)):
+        if self.origin is not None and not is_loopback(host_of(self.origin)):
             return False
         return is_loopback(self.address) and not self.is_forwarded
 
@@ -74,12 +74,12 @@ class Keys:
             InvalidSetting: the file cannot be read, or has no key.
         """
         self.file = file
-        self._fixed = [_digest(key.encode()) for key in keys]
+        self._argument_digests = [_digest(key.encode()) for key in keys]
         self._digests = self._read_digests()
 
     def _read_digests(self) -> list[bytes]:
         if self.file is None:
-            return self._fixed
+            return self._argument_digests
         try:
             text = read_file(self.file, MAX_KEY_FILE_BYTES)
         except OSError as error:
@@ -90,21 +90,21 @@ class Keys:
         if not keys:
             rule = "must have keys, one per line; lines that begin with # are comments"
             raise InvalidSetting(f"key file {self.file} {rule}")
-        return self._fixed + [_digest(key) for key in keys]
+        return self._argument_digests + [_digest(key) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def find(self, key: bytes | None) -> str | None:
+    def find_name(self, key: bytes | None) -> str | None:
         """Return a valid key's name, its digest in hex; else None."""
         if key is None:
             return None
-        wanted = _digest(key)
+        sent_digest = _digest(key)
         # Every digest is compared, so that the time tells nothing about a key.
-        found = [digest for digest in self._digests if secrets.compare_digest(wanted, digest)]
-        if not found:
+        matching = [digest for digest in self._digests if secrets.compare_digest(sent_digest, digest)]
+        if not matching:
             return None
-        return found[0].hex()
+        return matching[0].hex()
 
     def has_name(self, name: str) -> bool:
         return any(digest.hex() == name for digest in self._digests)
@@ -134,7 +134,7 @@ class Sites:
     def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
         machine = socket.gethostname().lower()
         self._hosts = {LOCAL_NAME, machine, machine.partition(".")[0], *(host.lower() for host in hosts)}
-        self._domains = tuple(host.removeprefix(ANY) for host in self._hosts if host.startswith("*."))
+        self._domain_suffixes = tuple(host.removeprefix(ANY) for host in self._hosts if host.startswith("*."))
         self._origins = set(origins)
 
     def check(self, host: str | None, origin: str | None) -> None:
@@ -143,24 +143,24 @@ class Sites:
         Raises:
             Forbidden
         """
-
         # A browser sends requests for every page that it shows, but only a page's own site may read the answers. If the
         # owner of a name lets the name point at this server (DNS rebinding), the server is that site. So only the
         # server's own names are allowed. An IP address needs no check, because no DNS record changes its target.
         if host is not None and ANY not in self._hosts:
-            name = hostname(f"//{host}")
-            if name not in self._hosts and not name.endswith(self._domains) and _address_of(name) is None:
+            name = host_of(f"//{host}")
+            if name not in self._hosts and not name.endswith(self._domain_suffixes) and _parse_address(name) is None:
                 raise Forbidden(
-                    f"without an API key this server does not answer to the name {host[:LONGEST_SHOWN]!r}; use its IP "
-                    "address, or start it with --allowed-hosts NAME"
+                    f"without an API key this server does not answer to the name {host[:MAX_SHOWN_CHARS]!r}; use its "
+                    "IP address, or start it with --allowed-hosts NAME"
                 )
 
-        # A page of this machine, or of the server itself, may call.
-        if origin is None or ANY in self._origins or origin in self._origins or is_loopback(hostname(origin)):
+        # The page must be allowed, or of this machine, or of the server itself.
+        if origin is None or ANY in self._origins or origin in self._origins or is_loopback(host_of(origin)):
             return
-        if host is None or origin.partition("://")[2].lower() != host.lower():
+        origin_host = origin.partition("://")[2].lower()
+        if host is None or origin_host != host.lower():
             raise Forbidden(
-                f"without an API key web pages of {origin[:LONGEST_SHOWN]!r} may not call this server; to allow it, "
+                f"without an API key web pages of {origin[:MAX_SHOWN_CHARS]!r} may not call this server; to allow it, "
                 "start the server with --allowed-origins '[\"ORIGIN\"]'"
             )
 
@@ -173,7 +173,7 @@ class Access:
     """Keys for routes that do not change the server. If there are none, these routes need no key."""
     admin_keys: Keys = field(default_factory=Keys)
     """Keys for every route."""
-    dangerous: bool = False
+    allow_dangerous: bool = False
     """Whether admins may call dangerous routes."""
     sites: Sites = field(default_factory=Sites)
     """Checks callers without a key, because a web page may have sent their requests."""
@@ -192,27 +192,27 @@ class Access:
         self.keys.reload()
         self.admin_keys.reload()
 
-    def check(self, access: RouteAccess, what: str, key: bytes | None, sender: Sender) -> Caller:
-        """Check a request, and return its caller. ``what``: method and path, for messages.
+    def identify_caller(self, access: RouteAccess, request_line: str, key: bytes | None, sender: Sender) -> Caller:
+        """Check a request, and return its caller. ``request_line``: method and path, for messages.
 
         Raises:
             Unauthorized, Forbidden
         """
         if access is RouteAccess.PUBLIC:
             return Caller()
-        if access is RouteAccess.DANGEROUS and not self.dangerous:
+        if access is RouteAccess.DANGEROUS and not self.allow_dangerous:
             raise Forbidden(
-                f"{what} is disabled because it runs code or writes files that its caller chooses; to enable it, start "
-                "the server with --allow-dangerous-routes"
+                f"{request_line} is disabled because it runs code or writes files that its caller chooses; to enable "
+                "it, start the server with --allow-dangerous-routes"
             )
 
-        admin_name = self.admin_keys.find(key)
+        admin_name = self.admin_keys.find_name(key)
         if admin_name is not None:
             return Caller(admin_name, is_admin=True)
-        name = self.keys.find(key)
+        name = self.keys.find_name(key)
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
-        # A browser sends no key by itself.
+        # Only a request without a key can come from a foreign web page: a browser sends no key by itself.
         if name is None:
             self.sites.check(sender.host, sender.origin)
         if access is RouteAccess.USE:
@@ -221,12 +221,12 @@ class Access:
         # The route changes the server, and the caller has no valid admin key.
         if self.admin_keys:
             if key is None:
-                raise Unauthorized(f"{what} changes the server; {SEND_A_KEY.replace('a key', 'an admin key')}")
-            raise Forbidden(f"{what} changes the server; it needs an admin key")
-        if not sender.is_here:
+                raise Unauthorized(f"{request_line} changes the server; {SEND_A_KEY.replace('a key', 'an admin key')}")
+            raise Forbidden(f"{request_line} changes the server; it needs an admin key")
+        if not sender.is_local:
             raise Forbidden(
-                f"{what} changes the server; without admin keys only callers on this machine may do that; start the "
-                "server with DARTS_ADMIN_API_KEY or --admin-api-key-file, and send Authorization: Bearer KEY"
+                f"{request_line} changes the server; without admin keys only callers on this machine may do that; "
+                "start the server with DARTS_ADMIN_API_KEY or --admin-api-key-file, and send Authorization: Bearer KEY"
             )
         return Caller(name)
 
@@ -244,7 +244,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def hostname(url: str) -> str:
+def host_of(url: str) -> str:
     """Return the host of a URL in lower case, without port; empty if it has none or an invalid port."""
     try:
         parts = urlsplit(url)
@@ -257,14 +257,14 @@ def hostname(url: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address or name stands for this machine."""
-    address = _address_of(host)
+    address = _parse_address(host)
     if address is None:
         return host == LOCAL_NAME
     # A socket for both protocols gives IPv4 addresses as ::ffff:127.0.0.1.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _address_of(host: str) -> IPv4Address | IPv6Address | None:
+def _parse_address(host: str) -> IPv4Address | IPv6Address | None:
     try:
         return ip_address(host)
     except ValueError:

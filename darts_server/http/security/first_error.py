@@ -25,31 +25,28 @@ def end_at_first_error(application: FastAPI) -> None:
             continue
         for field in route.dependant.body_params:
             adapter = field._type_adapter
-            _mark_lists(adapter.core_schema)
-            guarded = no_info_wrap_validator_function(_validate_or_refuse, adapter.core_schema)
+            _set_fail_fast(adapter.core_schema)
+            guarded_schema = no_info_wrap_validator_function(_validate_or_refuse, adapter.core_schema)
             # Prebuilt validators of the models would ignore the changed schema.
-            adapter.validator = SchemaValidator(guarded, _use_prebuilt=False)
+            adapter.validator = SchemaValidator(guarded_schema, _use_prebuilt=False)
 
 
-def _mark_lists(schema: object) -> None:
-    """Set ``fail_fast`` in all lists of a schema."""
+def _set_fail_fast(schema: object) -> None:
     if isinstance(schema, dict):
         if schema.get("type") in LISTS:
             schema["fail_fast"] = True
         for key, part in schema.items():
             if key not in VALUES:
-                _mark_lists(part)
+                _set_fail_fast(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
-            _mark_lists(part)
+            _set_fail_fast(part)
 
 
 def _validate_or_refuse(body: object, validate: Callable[[object], object]) -> object:
-    """Validate a body; raise ValueError, which pydantic reports, if a validator of vLLM fails.
-
-    These validators see fields before their types are checked: ``"structured_outputs": 1`` is an AttributeError.
-    """
+    # vLLM's validators see fields before their types are checked: ``"structured_outputs": 1`` is an AttributeError.
     try:
         return validate(body)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        # pydantic reports a ValueError to the caller.
         raise ValueError(f"has a field of a wrong type ({type(error).__name__}: {error})") from error

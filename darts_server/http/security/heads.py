@@ -55,7 +55,7 @@ class LimitedHttp(HttpToolsProtocol):
             part = data[begin : begin + SLICE_BYTES]
             self._bytes_since_callback += len(part)
             super().data_received(part)
-            # Refused, or upgraded to a WebSocket.
+            # The request was refused, or the connection was upgraded to a WebSocket.
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 return
             if self._bytes_since_callback > MAX_HEAD_BYTES:
@@ -64,8 +64,8 @@ class LimitedHttp(HttpToolsProtocol):
 
         # Most heads arrive in one piece and need no timer. A head behind an unfinished answer has no timer either:
         # after that answer, uvicorn's own timer ends the connection.
-        is_waiting = any(not cycle.response_complete for cycle in self._unanswered)
-        if self._in_head and self._head_timer is None and not is_waiting:
+        has_unfinished_answer = any(not cycle.response_complete for cycle in self._unanswered)
+        if self._in_head and self._head_timer is None and not has_unfinished_answer:
             self._head_timer = self.loop.call_later(STALL_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
 
     def on_message_begin(self) -> None:
@@ -83,7 +83,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Called for a trailer too, a header after a body in chunks.
+        # The parser also calls this for a trailer, a header after a body in chunks.
         self._count_head_bytes(len(name) + len(value))
         super().on_header(name, value)
 
@@ -121,6 +121,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
+        # uvicorn calls this for all errors of the parser, and for `_Refused`.
         if self._refusal is HTTPStatus.BAD_REQUEST:
             super().send_400_response(msg)
         else:

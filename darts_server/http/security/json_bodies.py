@@ -16,12 +16,12 @@ from darts_server.http.body import (
     MAX_PARTS_AT_ONCE,
     MAX_VALUES_AT_ONCE,
     check_structure,
+    decode_shallowly,
     one_at_a_time,
-    raw_values,
     split_list,
 )
 from darts_server.http.security.access import RouteAccess
-from darts_server.http.security.middleware import find_route
+from darts_server.http.security.middleware import find_route_access
 
 MAX_ADMIN_PARTS = 600_000
 """Limit of strings, arrays and objects on routes for admins: a model has 100,000 names, types and shapes and more."""
@@ -34,8 +34,6 @@ class AnyArray(msgspec.Struct, array_like=True, gc=False):
 
 
 class _LimitedRequest(Request):
-    """A request whose JSON is limited, and parsed in a thread if it is large."""
-
     def __init__(self, request: Request, max_parts: int) -> None:
         super().__init__(request.scope, request.receive, request._send)
         self._max_parts = max_parts
@@ -61,14 +59,15 @@ def limit_json(application: FastAPI) -> None:
     """Limit the JSON bodies of the routes that the app has now."""
     for route in application.routes:
         if isinstance(route, APIRoute):
-            accesses = {find_route(method, route.path)[0] for method in route.methods}
+            accesses = {find_route_access(method, route.path)[0] for method in route.methods}
             # pydantic needs 2 to 4 µs for each part, in the event loop.
             max_parts = MAX_PARTS_AT_ONCE if RouteAccess.USE in accesses else MAX_ADMIN_PARTS
+            # FastAPI made `route.app` in the same way, without the limit.
             route.app = request_response(partial(_handle_limited, route.get_route_handler(), max_parts))
 
 
-async def _handle_limited(handler: Any, max_parts: int, request: Request) -> Response:
-    response: Response = await handler(_LimitedRequest(request, max_parts))
+async def _handle_limited(route_handler: Any, max_parts: int, request: Request) -> Response:
+    response: Response = await route_handler(_LimitedRequest(request, max_parts))
     return response
 
 
@@ -80,7 +79,7 @@ def load_json(body: bytes, max_parts: int) -> Any:
         TooLarge: the text has more than ``max_parts`` or `MAX_NUMBERS`, or too many numbers in one prompt.
         ValueError: the text is no JSON.
     """
-    # In other encodings the byte of a quote is not always a quote.
+    # `check_structure` counts bytes, and in other encodings the byte of a quote is not always a quote.
     if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
         raise InvalidRequest("body", "must be UTF-8")
     check_structure(body, max_parts, MAX_NUMBERS, "in all")
@@ -88,9 +87,9 @@ def load_json(body: bytes, max_parts: int) -> Any:
         return json.loads(body)
 
     try:
-        fields = raw_values(body, dict[str, msgspec.Raw])
+        fields = decode_shallowly(body, dict[str, msgspec.Raw])
     except InvalidRequest:
-        # NaN and Infinity, which json.loads accepts, or no JSON.
+        # The body has NaN or Infinity, which json.loads accepts, or is no JSON.
         fields = None
     if fields is None:
         return _load_at_once(body, max_parts)

@@ -35,17 +35,18 @@ class SessionPaths:
         if scope["type"] == "http":
             path = get_route_path(scope)
             match = _PATH.fullmatch(path)
-            turn = None if match is None else _turn_path(match[2])
-            if match is not None and turn is not None:
-                turn = scope["path"].removesuffix(path) + turn
+            turn_path = None if match is None else _find_turn_path(match[2])
+            if match is not None and turn_path is not None:
+                # Under --root-path, the scope's path has a prefix that the routes do not have.
+                new_path = scope["path"].removesuffix(path) + turn_path
                 state = {**scope.get("state", {}), SESSION_KEY: match[1]}
-                scope = {**scope, "path": turn, "raw_path": turn.encode(), "state": state}
+                scope = {**scope, "path": new_path, "raw_path": new_path.encode(), "state": state}
         await self._app(scope, receive, send)
 
 
-def _turn_path(path: str) -> str | None:
-    """Return the route of a turn, or None. A base URL ends with ``/v1``, and some routes do not begin with it."""
-    for each in (path, path.removeprefix("/v1")):
-        if each in TURN_PATHS:
-            return each
+def _find_turn_path(path: str) -> str | None:
+    # A session's base URL ends with /v1, and some routes, such as /tokenize, do not begin with it.
+    for candidate in (path, path.removeprefix("/v1")):
+        if candidate in TURN_PATHS:
+            return candidate
     return None

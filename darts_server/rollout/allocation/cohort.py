@@ -80,7 +80,7 @@ class Cohort:
     def end_group(self, group: object = None, record: GroupRecord | None = None) -> None:
         """Remove a group that has ended, or None for a group that never started."""
         if record is not None:
-            self.record.add(record)
+            self.record.add_ended_group(record)
         self._deadline_setters.pop(group, None)
         self._num_unfinished -= 1
         if group is None and self._num_uncounted:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from darts_server.caller import caller
 from darts_server.estimates.reward_stats import RewardStats, single_length
-from darts_server.identifiers import from_header
+from darts_server.identifiers import decode_from_header
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
@@ -261,7 +261,7 @@ class RewardMatcher:
             of_caller = [trajectory for trajectory in same_tokens if trajectory.group.key[0] == who.name]
             return of_caller or same_tokens
         # Callers may have made the id from the group's id in a response header, where it is encoded.
-        for trajectory_id in (reward.trajectory_id, from_header(reward.trajectory_id)):
+        for trajectory_id in (reward.trajectory_id, decode_from_header(reward.trajectory_id)):
             group_id, _, index = trajectory_id.rpartition(":")
             owner = who.name
             owners = self._owners.get(group_id, set())

@@ -34,7 +34,14 @@ from darts_server.group.events import (
 from darts_server.group.group import Group, advantages, selection_weights
 from darts_server.group.session import FinishedTurn, Session
 from darts_server.observers import GroupEvents
-from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord, VersionSpans, extend_spans, join_spans
+from darts_server.records import (
+    CandidateRecord,
+    GroupRecord,
+    TrajectoryRecord,
+    VersionSpans,
+    append_spans,
+    extend_spans,
+)
 from darts_server.rollout.allocation.cohort import Allocation, CohortMember
 from darts_server.rollout.group_record import make_group_record
 from darts_server.rollout.plan import Plan
@@ -409,7 +416,7 @@ class SessionGroup:
         state = session.state
         del session.running[turn]
         turn_spans = turn.spans if finished is None else finished.spans
-        session.spans = join_spans(session.spans, turn_spans)
+        session.spans = append_spans(session.spans, turn_spans)
         # A stopped session returns nothing, so it does not keep the answer.
         is_stopped = state.is_over and not session.candidate.cut
         state.end_turn(self.clock(), tokens, None if is_stopped else finished)
@@ -625,7 +632,7 @@ class SessionGroup:
         tokens = candidate.tokens if candidate.cut else session.tokens
         spans = session.spans
         for turn in session.running:
-            spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.count_tokens()))
+            spans = append_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.count_tokens()))
         spans = extend_spans(spans, self.weight_version(), tokens)
         return CandidateRecord(
             index=index,

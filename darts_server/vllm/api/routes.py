@@ -62,15 +62,15 @@ CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
 class Extension(Protocol):
     """Reads further fields of a parsed request, and adds fields to its answer."""
 
-    def before(self, request: Any) -> None:
+    def prepare_request(self, request: Any) -> None:
         """Raises `InvalidRequest`."""
 
-    def after(self, request: Any, answer: Any) -> None: ...
+    def complete_answer(self, request: Any, answer: Any) -> None: ...
 
 
 def extend_routes(
     application: FastAPI,
-    fields_of: ErrorFields,
+    error_fields: ErrorFields,
     read_options: ReadOptions,
     raw_names: Set[str],
     check_options: CheckOptions,
@@ -103,7 +103,7 @@ def extend_routes(
                 extensions,
             )
             setattr(serving, method, call)
-            serving.create_error_response = partial(_make_error_response, serving.create_error_response, fields_of)
+            serving.create_error_response = partial(_make_error_response, serving.create_error_response, error_fields)
 
     change_serving = {
         "openai_serving_responses": _report_responses_errors,
@@ -158,7 +158,7 @@ async def _call_with_options(
     check_name("request_id", str(getattr(request, "request_id", None) or ""))
     check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
     for extension in extensions:
-        extension.before(request)
+        extension.prepare_request(request)
 
     # Options come from headers, the model's name and extra arguments.
     options = read_options(headers)
@@ -206,7 +206,7 @@ async def _call_with_options(
             call.beam_ticket.release()
 
     for extension in extensions:
-        extension.after(request, answer)
+        extension.complete_answer(request, answer)
     metadata = getattr(state, "request_metadata", None)
     if call.group_ids and metadata is not None:
         # The id of the response finds its groups, unless the group is one that several requests have joined.
@@ -418,7 +418,7 @@ def _read_check_finite(handler: Handler) -> Handler:
 
 def _make_error_response(
     create_error_response: Callable[..., Any],
-    fields_of: ErrorFields,
+    error_fields: ErrorFields,
     error: Any,
     *args: Any,
     **more: Any,
@@ -427,7 +427,7 @@ def _make_error_response(
     # vLLM passes messages, too.
     if not isinstance(error, DartsError):
         return create_error_response(error, *args, **more)
-    fields = fields_of(error)
+    fields = error_fields(error)
     status = HTTPStatus(fields["code"])
     response = create_error_response(
         fields["message"],

@@ -37,7 +37,7 @@ async def app() -> AsyncIterator[FastAPI]:
             ended = record(*(candidate(i, 5 + i, FinishReason.STOP, SelectedAs.SHORT) for i in range(size)))
             provenance.group_ended(replace(ended, group_id=group_id))
         made = FastAPI()
-        errors.install(made)
+        errors.install_handlers(made)
         add_routes(made.router, provenance, statistics, RewardMatcher(statistics.rewards, Mock(), Mock()))
         yield made
 

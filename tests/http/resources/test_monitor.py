@@ -15,7 +15,7 @@ from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import settle
 from darts_server.estimates.reward_stats import RewardStats, single_length
 from darts_server.http import errors
-from darts_server.http.resources.monitor import MAX_VIEWERS, MonitorAnswer, MonitorSources, add_routes, events
+from darts_server.http.resources.monitor import MAX_VIEWERS, MonitorAnswer, MonitorSources, add_routes, stream_updates
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.records import UpdateRecord
 from darts_server.rollout.learned.statistics import Rewards
@@ -48,7 +48,7 @@ class Server:
         self.sources = MonitorSources(self.live, self.rewards, self.updates, self.store, lambda: self.stopping)
 
     def events(self, quiet: float = 60.0) -> AsyncGenerator[bytes, None]:
-        return events(self.sources, EVERYTHING, interval=0, quiet=quiet)
+        return stream_updates(self.sources, EVERYTHING, interval=0, quiet=quiet)
 
 
 def read(chunk: bytes) -> tuple[str, dict[str, Any]]:
@@ -107,12 +107,12 @@ async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:
 async def test_health_has_weights_and_rewards() -> None:
     server = Server(Harness(lengths(1)))
     server.updates.last = UpdateRecord(3, UpdateOutcome.FAILED, "push", "keep", False, {"load": 2.0}, "too large")
-    health = server.sources.health()
+    health = server.sources.read_health()
     assert health["weights"]["last"]["error"] == "too large"
     assert health["rewards"] is None
     server.rewards.learn({None: RewardStats(right=single_length(5), wrong=single_length(9), groups=4, zero_variance=1)})
     rewards = {"rewarded": 2, "pass_rate": 0.5, "rewarded_groups": 4, "zero_variance_groups": 1}
-    assert server.sources.health()["rewards"] == rewards
+    assert server.sources.read_health()["rewards"] == rewards
 
 
 async def test_events_become_as_rare_as_the_share_of_the_processor_for_all_callers_demands() -> None:
@@ -135,13 +135,13 @@ async def test_a_key_has_so_many_streams_at_most_and_another_has_its_own() -> No
     await settle()
     app = FastAPI()
     add_routes(app.router, server.sources)
-    errors.install(app)
+    errors.install_handlers(app)
     # New streams end at once.
     server.stopping = True
     async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
         with ExitStack() as viewers:
             for _ in range(MAX_VIEWERS):
-                viewers.enter_context(server.sources.streams.counted())
+                viewers.enter_context(server.sources.streams.count_connection())
             refused = await client.get("/live", headers={"Accept": MEDIA_TYPE})
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
             assert f"this key already has {MAX_VIEWERS} connections that read the live monitor" in refused.text
@@ -151,7 +151,7 @@ async def test_a_key_has_so_many_streams_at_most_and_another_has_its_own() -> No
             assert (await client.get("/live", headers={"Accept": MEDIA_TYPE})).status_code == 200
             caller.reset(token)
         assert (await client.get("/live", headers={"Accept": MEDIA_TYPE})).status_code == 200
-    assert server.sources.streams.total == 0
+    assert server.sources.streams.num_connections == 0
 
 
 async def test_the_stream_ends_when_the_server_stops() -> None:

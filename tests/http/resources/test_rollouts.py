@@ -30,8 +30,8 @@ from darts_server.http.resources.rollouts import (
     add_routes,
     choose_media_type,
     encode_ascii,
-    encode_event,
-    event_chunks,
+    encode_batch_event,
+    encode_events,
 )
 from darts_server.http.token_tensors import MEDIA_TYPE as TENSORS
 from darts_server.rollout.batches.carried import Carry
@@ -74,7 +74,7 @@ async def registry(harness: Harness) -> BatchRegistry[str, list[int]]:
 @pytest.fixture
 async def client(registry: BatchRegistry[str, list[int]]) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
-    errors.install(app)
+    errors.install_handlers(app)
     add_routes(app.router, registry)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as made:
         yield made
@@ -180,7 +180,7 @@ def by_text(text: str, index: int) -> Script:
 async def answer_of(batch: BatchRun, media_type: str = JSON) -> Any:
     """Return the response to a caller that stays connected."""
     caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
-    return await _respond(caller, batch, media_type, Reading(), after=0)
+    return await _respond(caller, batch, media_type, Reading(), last_number=0)
 
 
 async def read_answer(batch: BatchRun) -> dict[str, Any]:
@@ -239,7 +239,7 @@ async def test_output_that_is_not_kept_for_a_later_batch_is_in_the_answer_and_in
         await server.stop()
         body = await read_answer(batch)
         assert batch.end is not None
-        last = encode_event(9, batch.end, StreamMode.GROUPS).decode().split("data: ", 1)[1]
+        last = encode_batch_event(9, batch.end, StreamMode.GROUPS).decode().split("data: ", 1)[1]
     assert (body["groups"], body["carried"]) == ([], 1)
     [prompt] = body["unfinished"]
     assert (prompt["carry"], prompt["error"]["code"]) == ("resume", 503)
@@ -260,7 +260,7 @@ async def test_events_that_come_between_two_reads_are_sent_together() -> None:
     batch = await new_registry(harness, "off").start_or_find(batch_request(1, size=2), token_stream(4))
     assert batch.feed is not None
     with batch.listen():
-        async with aclosing(event_chunks(batch.feed, 0, StreamMode.TOKENS, SharedEncodings())) as stream:
+        async with aclosing(encode_events(batch.feed, 0, StreamMode.TOKENS, SharedEncodings())) as stream:
             began = parse_events(await anext(stream))
             for _ in range(20):
                 await harness.engine.step()
@@ -283,7 +283,7 @@ async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
     await harness.engine.run()
     assert batch.feed is not None
     with batch.listen():
-        sizes = [len(text) async for text in event_chunks(batch.feed, 0, StreamMode.TOKENS, SharedEncodings())]
+        sizes = [len(text) async for text in encode_events(batch.feed, 0, StreamMode.TOKENS, SharedEncodings())]
     assert len(sizes) > 10
     assert max(sizes) < 3 * SLICE_BYTES
 
@@ -342,7 +342,7 @@ async def test_readers_that_do_not_read_share_one_encoding_and_cost_a_slice_each
 
     async def answer(connection: Connection) -> None:
         caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
-        response = await _respond(caller, batch, media_type, reading, after=0)
+        response = await _respond(caller, batch, media_type, reading, last_number=0)
         await response(connection.scope, connection.receive, connection.send)
 
     with traced():

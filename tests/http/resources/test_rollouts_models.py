@@ -14,7 +14,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 def chat_options(prompts: list[dict[str, Any]], **shared: Any) -> list[bytes | None]:
     body = {"prompts": prompts, "group_size": 2} | shared
-    return [prompt.chat_options for prompt in parse(RolloutsIn, json.dumps(body).encode()).request().prompts]
+    return [prompt.chat_options for prompt in parse(RolloutsIn, json.dumps(body).encode()).to_batch_request().prompts]
 
 
 def test_chats_of_a_batch_share_one_object_of_options() -> None:

@@ -67,7 +67,7 @@ async def test_a_file_above_the_limit_is_refused_before_it_is_complete() -> None
     slow: Any = Slow()
     taken = list[int]()
     app = FastAPI()
-    errors.install(app)
+    errors.install_handlers(app)
     add_routes(app.router, slow, Mock(), max_bytes=5000)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller:
         answer = await caller.put("/state", content=_chunks(taken))

@@ -18,10 +18,10 @@ def read(body: dict[str, Any]) -> VoteIn:
 
 
 def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
-    assert read(REQUEST).vote_request.prompt.text == "7a-5b*4>"
-    assert read(REQUEST | {"prompt": [5, 6], "key": "k"}).vote_request.prompt.token_ids == [5, 6]
+    assert read(REQUEST).to_vote_request().prompt.text == "7a-5b*4>"
+    assert read(REQUEST | {"prompt": [5, 6], "key": "k"}).to_vote_request().prompt.token_ids == [5, 6]
     chat = [{"role": "user", "content": "7"}]
-    question = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).vote_request
+    question = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).to_vote_request()
     assert (json.loads(question.prompt.messages or b""), question.pattern) == (chat, ["7", "8"])
     assert (question.weights, question.score) == ("majority", None)
 

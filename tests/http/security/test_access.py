@@ -38,11 +38,11 @@ BOTH: Given = (["one"], ["root"])
 def test_keys_decide_the_access_or_the_address_without_admin_keys(
     keys: Given, sent: bytes | None, use: Any, change_here: Any, change_elsewhere: Any
 ) -> None:
-    access = Access(Keys(keys[0]), Keys(keys[1]), dangerous=True)
+    access = Access(Keys(keys[0]), Keys(keys[1]), allow_dangerous=True)
 
     def refused(kind: RouteAccess, address: str) -> type[Exception] | None:
         try:
-            access.check(kind, "PUT /x", sent, Sender(address))
+            access.identify_caller(kind, "PUT /x", sent, Sender(address))
         except (Unauthorized, Forbidden) as error:
             return type(error)
         return None
@@ -56,7 +56,7 @@ def test_keys_decide_the_access_or_the_address_without_admin_keys(
 
 def test_dangerous_routes_are_closed_to_admins_too_unless_they_are_enabled() -> None:
     with pytest.raises(Forbidden, match="--allow-dangerous-routes"):
-        Access(admin_keys=Keys(["root"])).check(RouteAccess.DANGEROUS, "PUT /x", b"root", Sender(HERE[0]))
+        Access(admin_keys=Keys(["root"])).identify_caller(RouteAccess.DANGEROUS, "PUT /x", b"root", Sender(HERE[0]))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "some-name", "localhost.example.com"])

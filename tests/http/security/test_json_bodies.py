@@ -84,7 +84,7 @@ def test_routes_for_use_take_fewer_parts_than_routes_for_admins_and_large_bodies
 
     monkeypatch.setattr(json_bodies, "load_json", read)
     application = FastAPI()
-    errors.install(application)
+    errors.install_handlers(application)
 
     @application.post("/v1/chat/completions")
     async def use(body: dict[str, Any]) -> list[int]:

@@ -20,7 +20,7 @@ def valid(keys: Keys) -> set[str]:
     return {
         key
         for key in ("given", "one", "two", "three", "schlüssel", "# the first team", "# comment")
-        if keys.find(key.encode()) is not None
+        if keys.find_name(key.encode()) is not None
     }
 
 
@@ -28,10 +28,10 @@ def test_keys_come_from_the_arguments_and_the_file(file: Path) -> None:
     assert valid(Keys(["given"], file)) == {"given", "one", "two", "schlüssel"}
     assert not Keys()
     assert not valid(Keys())
-    assert Keys(["given"]).find(None) is None
+    assert Keys(["given"]).find_name(None) is None
     keys = Keys(["given"], file)
-    assert keys.find(b"one") == keys.find(b"one") != keys.find(b"two"), "a name, which is not the key"
-    assert "one" not in (keys.find(b"one") or "")
+    assert keys.find_name(b"one") == keys.find_name(b"one") != keys.find_name(b"two"), "a name, which is not the key"
+    assert "one" not in (keys.find_name(b"one") or "")
     file.rename(file.with_name("data"))
     # Kubernetes mounts secrets as links.
     file.symlink_to("data")
@@ -81,7 +81,7 @@ def test_an_empty_or_too_large_file_is_an_error(file: Path, text: str, message: 
 
 def test_callers_may_call_as_long_as_their_key_is_valid(file: Path) -> None:
     access = Access(Keys(["given"], file), Keys(["root"]))
-    names = {key: keys.find(key.encode()) for keys, key in ((access.keys, "one"), (access.admin_keys, "root"))}
+    names = {key: keys.find_name(key.encode()) for keys, key in ((access.keys, "one"), (access.admin_keys, "root"))}
     assert all(name is not None and access.may_call(name) for name in names.values())
     assert not access.may_call(None), "there are keys"
     file.write_text("three\n")

@@ -18,7 +18,7 @@ from darts_server.exceptions import EngineBusy, EngineDead, ServerStopping
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import SecurityMiddleware, SessionOfKey
+from darts_server.http.security.middleware import FindSessionOfKey, SecurityMiddleware
 from darts_server.serving.admission import Admission, AdmissionLimits
 from darts_server.serving.lifecycle import Lifecycle
 
@@ -36,12 +36,12 @@ class App:
         self,
         access: Access | None = None,
         unfinished: Callable[[], int] = lambda: 0,
-        session_of_key: SessionOfKey = lambda _: None,
+        find_session_of_key: FindSessionOfKey = lambda _: None,
     ) -> None:
         self.refused: list[str] = []
         self.seen: list[str] = []
         self.app = FastAPI()
-        errors.install(self.app)
+        errors.install_handlers(self.app)
         limits = BodyLimits(LIMIT, flag="--max-body-bytes")
         self.lifecycle = Lifecycle()
         self.app.add_middleware(
@@ -50,7 +50,7 @@ class App:
             limits=limits,
             on_refusal=self.refused.append,
             lifecycle=self.lifecycle,
-            session_of_key=session_of_key,
+            find_session_of_key=find_session_of_key,
         )
         admission = Admission(unfinished, 10, AdmissionLimits(max_waiting=20, max_per_caller=8))
         for path in ("/pause", "/darts/v1/rewards", "/darts/v1/vote", "/darts/v1/sessions/{session_id}:end"):
@@ -366,12 +366,12 @@ def test_the_key_of_a_session_opens_its_own_paths_until_the_key_that_created_it_
     file = tmp_path / "keys"
     file.write_text("one")
     keys = Keys(file=file)
-    owner = keys.find(b"one")
+    owner = keys.find_name(b"one")
 
-    def session_of_key(key: bytes) -> tuple[str | None, str] | None:
+    def find_session_of_key(key: bytes) -> tuple[str | None, str] | None:
         return (owner, "ses-1") if key == b"ses-key-1" else None
 
-    client = App(Access(keys), session_of_key=session_of_key).client()
+    client = App(Access(keys), find_session_of_key=find_session_of_key).client()
     headers = {"Authorization": "Bearer ses-key-1"}
     answer = client.post("/v1/completions", json={"n": 1}, headers=headers)
     assert (answer.status_code, answer.json()) == (200, owner)
@@ -386,8 +386,10 @@ def test_the_key_of_a_session_opens_its_own_paths_until_the_key_that_created_it_
 
 def test_the_key_of_a_session_may_be_in_anthropics_header_and_other_keys_may_not() -> None:
     keys = Keys(["one"])
-    owner = keys.find(b"one")
-    client = App(Access(keys), session_of_key=lambda key: (owner, "ses-1") if key == b"ses-key-1" else None).client()
+    owner = keys.find_name(b"one")
+    client = App(
+        Access(keys), find_session_of_key=lambda key: (owner, "ses-1") if key == b"ses-key-1" else None
+    ).client()
 
     def status(path: str = "/v1/completions", **headers: str) -> int:
         named = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -1,7 +1,7 @@
 import pytest
 
 from darts_server.http.security.access import RouteAccess
-from darts_server.http.security.middleware import find_route
+from darts_server.http.security.middleware import find_route_access
 from darts_server.http.security.route_table import OWN_LIMITS, TABLE
 
 
@@ -39,7 +39,7 @@ from darts_server.http.security.route_table import OWN_LIMITS, TABLE
     ],
 )
 def test_a_request_has_the_access_of_its_route(method: str, path: str, access: RouteAccess | None) -> None:
-    assert find_route(method, path)[0] is access
+    assert find_route_access(method, path)[0] is access
 
 
 def test_no_route_is_listed_twice_or_matched_by_a_pattern_with_other_access() -> None:
@@ -47,11 +47,11 @@ def test_no_route_is_listed_twice_or_matched_by_a_pattern_with_other_access() ->
         for path, methods in routes.items():
             for method in methods.replace("*", "GET").split():
                 # A pattern matches itself.
-                assert find_route(method, path)[0] is access
+                assert find_route_access(method, path)[0] is access
 
 
 def test_routes_with_their_own_limits_are_in_the_table() -> None:
-    assert all(find_route(*each)[1] for each in OWN_LIMITS)
-    assert find_route("PUT", "/darts/v1/weights/lora/name") == (RouteAccess.ADMIN, True)
-    assert find_route("POST", "/darts/v1/weights/lora/name") == (RouteAccess.ADMIN, False)
-    assert find_route("PUT", "/darts/v1/weights/lora/a/b") == (None, False)
+    assert all(find_route_access(*each)[1] for each in OWN_LIMITS)
+    assert find_route_access("PUT", "/darts/v1/weights/lora/name") == (RouteAccess.ADMIN, True)
+    assert find_route_access("POST", "/darts/v1/weights/lora/name") == (RouteAccess.ADMIN, False)
+    assert find_route_access("PUT", "/darts/v1/weights/lora/a/b") == (None, False)

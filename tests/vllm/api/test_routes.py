@@ -12,7 +12,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 
 from darts_server.caller import Caller, caller
 from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
-from darts_server.http.errors import fields_of
+from darts_server.http.errors import error_fields
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 def attach_to(check_options: Callable[..., Any] = lambda *_: None, **handlers: Any) -> None:
     application: Any = SimpleNamespace(routes=[], state=State(handlers))
-    extend_routes(application, fields_of, read_options, frozenset({"tiny:raw"}), check_options, [])
+    extend_routes(application, error_fields, read_options, frozenset({"tiny:raw"}), check_options, [])
 
 
 def raw(**headers: str) -> SimpleNamespace:
