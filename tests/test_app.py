@@ -103,7 +103,7 @@ async def test_keys_are_taken_from_the_environment_so_that_the_engine_does_not_i
     args = Namespace(api_key=None, host="127.0.0.1", uds=None, allowed_origins=[])
     access = app._make_access(settings.load({}, None), args)
     assert access.keys.find_name(b"one")
-    assert access.admin_keys.find(b"root")
+    assert access.admin_keys.find_name(b"root")
     assert not {"one", "root"} & set(os.environ.values())
 
 

@@ -46,7 +46,7 @@ def test_keys_are_reloaded_from_the_file(file: Path, caplog: pytest.LogCaptureFi
     assert valid(access.keys) == {"given", "one", "two", "schlüssel"}
     access.reload_keys()
     assert valid(access.keys) == {"given", "three"}
-    assert access.admin_keys.find(b"root")
+    assert access.admin_keys.find_name(b"root")
     [message] = caplog.messages
     assert f"API keys reloaded from {file}: 2 are valid" in message
     assert "three" not in caplog.text
