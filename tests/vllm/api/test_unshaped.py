@@ -30,7 +30,7 @@ async def test_a_turn_is_answered_only_if_its_harness_gets_the_answer(reason: st
         yield RequestOutput("r", None, [7, 8], None, [completion], finished=True)
 
     llm: Any = object.__new__(UnshapedLLM)
-    llm.gate, llm._turns, llm._generate_unshaped = SimpleNamespace(closed=False), {}, outputs
+    llm.gate, llm._turns, llm._generate_unshaped = SimpleNamespace(is_closed=False), {}, outputs
     answers: list[tuple[list[int], list[int]]] = []
     left: list[int] = []
     turn: Any = SimpleNamespace(
