@@ -39,12 +39,12 @@ def is_verifier(process: psutil.Process, server: str) -> bool:
     return "darts_server.verify.worker" in command and command[-1] == server
 
 
+# Tests of `parse_specs` and of `Verifiers` check the same messages on every push, without a server.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("verifier", "complaint"),
     [
-        pytest.param(
-            "boxes", "--verifier boxes: 'boxes' is no verifier; give FILE.py:FUNCTION", marks=pytest.mark.nightly
-        ),
+        ("boxes", "--verifier boxes: 'boxes' is no verifier; give FILE.py:FUNCTION"),
         (f"{CODE}:missing", f"--verifier {CODE}:missing: {CODE} has no function missing"),
     ],
 )
