@@ -13,14 +13,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 
-import httpx
-import psutil
-
-from benchmarks.overhead import GROUP_SIZE, SCHEDULER, Round, cpu_seconds, measure, print_progress
+from benchmarks.overhead import SCHEDULER, Round, measure, measure_batch, print_progress
 from benchmarks.tables import markdown, quartiles
-from darts_server.offline.demo.problems import sample_problem
 from darts_server.offline.demo.server import DARTS, PLAIN, Server, serving
 
 REDUNDANCY = 1.5
@@ -61,20 +56,6 @@ def measure_row(row: str, plain: Server, darts: Server, logprobs: int | None, gr
         return measure_batch(darts, groups, sampling)
     server, model = {PLAIN_ROW: (plain, "tiny"), RAW: (darts, "tiny:raw"), SHAPED: (darts, "tiny")}[row]
     return measure(server, model, groups if row == SHAPED else round(groups * REDUNDANCY), sampling)
-
-
-def measure_batch(server: Server, groups: int, sampling: dict[str, object]) -> Round:
-    """Send the groups as one batch, and fetch it whole."""
-    rng = Random(0)
-    prompts = [{"text": sample_problem(rng).prompt} for _ in range(groups)]
-    body = {"prompts": prompts, "group_size": GROUP_SIZE, "sampling": {"temperature": 1.0, **sampling}}
-    process = psutil.Process(server.process.pid)
-    tokens, cpu = server.metric("vllm:generation_tokens_total"), cpu_seconds(process)
-    answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=600)
-    answer.raise_for_status()
-    # The server also spends CPU on the metrics that count the tokens.
-    cpu = cpu_seconds(process) - cpu
-    return Round(server.metric("vllm:generation_tokens_total") - tokens, 1.0, cpu)
 
 
 def report(cells: dict[tuple[str, int | None], list[float]]) -> str:
