@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_arguments(argv)
     prompts, profile = _read_lengths(_read_state(options))
     _check_flags(options, prompts)
+    # Without a profile, lengths that were not seen cannot be drawn.
     ratios = None if profile is None else profile.quantiles(RATIOS)
     rng = np.random.default_rng(options.seed)
     traces: list[TracedLengths] = []

@@ -124,6 +124,7 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
         try:
             kind, key, document = json.loads(line)
             check_kind_and_key(kind, key)
+            # Encoding checks the document, too.
             text = encode(document)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise damaged_error(f"has a line that is no document ({error})") from error

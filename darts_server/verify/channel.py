@@ -52,11 +52,11 @@ class Report(msgspec.Struct, omit_defaults=True):
     """The calls of a batch, in the order of its answers."""
 
 
-def frame(data: bytes) -> bytes:
+def frame_message(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def read_frame(file: BinaryIO) -> bytes:
+def read_message(file: BinaryIO) -> bytes:
     """Return the next message, or empty bytes at the end."""
     head = file.read(LENGTH.size)
     if len(head) < LENGTH.size:

@@ -12,7 +12,7 @@ import msgspec
 
 from darts_server.types import VerifierResult
 from darts_server.verify.calls import Call, interpret_returned
-from darts_server.verify.channel import RUNNING_CALL, SEVERAL_ANSWERS, Item, Report, Task, read_frame
+from darts_server.verify.channel import RUNNING_CALL, SEVERAL_ANSWERS, Item, Report, Task, read_message
 from darts_server.verify.functions import Function, LoadError, load_function, trl_call_key
 
 DETAIL_CHARS = 300
@@ -23,7 +23,7 @@ def serve_batches(channel: int, table_file: int) -> None:
     sock = socket.socket(fileno=channel)
     messages = sock.makefile("rb")
     table = memoryview(mmap.mmap(table_file, RUNNING_CALL.size))
-    task = msgspec.msgpack.decode(read_frame(messages), type=Task)
+    task = msgspec.msgpack.decode(read_message(messages), type=Task)
     # A crash of the user's code must not write a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if task.memory:
@@ -40,7 +40,7 @@ def serve_batches(channel: int, table_file: int) -> None:
     decoder = msgspec.msgpack.Decoder(list[Item])
     while True:
         sock.sendall(msgspec.json.encode(report) + b"\n")
-        batch = read_frame(messages)
+        batch = read_message(messages)
         if not batch:
             return
         # After a fault the server sends no batch.

@@ -20,7 +20,7 @@ import msgspec
 from darts_server.types import VerifierResult
 from darts_server.verify.batcher import BatchLimits, Runner, RunnerFailed
 from darts_server.verify.calls import Call
-from darts_server.verify.channel import RUNNING_CALL, SEVERAL_ANSWERS, Item, Report, Task, frame
+from darts_server.verify.channel import RUNNING_CALL, SEVERAL_ANSWERS, Item, Report, Task, frame_message
 from darts_server.verify.types import Answer
 
 MAX_BATCH = 256
@@ -93,12 +93,12 @@ class Process(Runner):
                 # There are many processes: threads within them would only wait for each other.
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        self._writer.write(frame(msgspec.msgpack.encode(self._task)))
+        self._writer.write(frame_message(msgspec.msgpack.encode(self._task)))
 
     async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
         assert self._writer is not None
         RUNNING_CALL.pack_into(self._table, 0, time.monotonic(), SEVERAL_ANSWERS)
-        self._writer.write(frame(msgspec.msgpack.encode([self._to_item(answer) for answer in answers])))
+        self._writer.write(frame_message(msgspec.msgpack.encode([self._to_item(answer) for answer in answers])))
         report = await self._wait_for_report()
         if report is not None and len(report.calls) == len(answers):
             self._starts_since_last_report = 0

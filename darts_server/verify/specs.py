@@ -73,24 +73,25 @@ def _parse_spec(text: str) -> Spec:
     head = HEAD.fullmatch(text.strip())
     if head is None:
         raise InvalidSetting(f"--verifier: must not be empty; give {FORMS}")
-    spec = head["spec"]
+    spec_text = head["spec"]
     weight = float(head["weight"] or 1)
 
     def create(kind: Kind, target: str = "", function: str = "") -> Spec:
         name = head["name"] or function or kind.value
         return Spec(text, name, kind, weight, target, function)
 
-    if spec in (Kind.BOXED, Kind.MATH_VERIFY):
-        return create(Kind(spec))
-    if spec.startswith("regex:"):
-        pattern = spec.removeprefix("regex:")
+    if spec_text in (Kind.BOXED, Kind.MATH_VERIFY):
+        return create(Kind(spec_text))
+    if spec_text.startswith("regex:"):
+        pattern = spec_text.removeprefix("regex:")
+        # The worker compiles the pattern again. Here, only its errors are found.
         try:
             create_extractor(pattern)
         except InvalidRequest as error:
             raise InvalidSetting(f"--verifier {text}: the pattern {error.message}") from error
         return create(Kind.REGEX, pattern)
 
-    url = URL.fullmatch(spec)
+    url = URL.fullmatch(spec_text)
     if url is not None:
         kinds_by_path = (kind for path, kind in PATHS.items() if url["url"].endswith(path))
         kind = url["kind"] or next(kinds_by_path, None)
@@ -105,9 +106,9 @@ def _parse_spec(text: str) -> Spec:
             raise InvalidSetting(f"--verifier {text}: is not a valid URL ({error})") from error
         return create(Kind(kind), url["url"])
 
-    file = FILE.fullmatch(spec)
+    file = FILE.fullmatch(spec_text)
     if file is None:
-        raise InvalidSetting(f"--verifier {text}: {spec!r} is no verifier; give {FORMS}")
+        raise InvalidSetting(f"--verifier {text}: {spec_text!r} is no verifier; give {FORMS}")
     if not Path(file["path"]).is_file():
         raise InvalidSetting(f"--verifier {text}: {file['path']} is not a file; give the path of an existing file")
     return create(Kind(file["kind"] or "function"), str(Path(file["path"]).absolute()), file["function"])

@@ -139,17 +139,18 @@ def check_tensors(
     """Check that a set fits a model. Return the tensors to load: all except tied tensors.
 
     Raises:
-        InvalidRequest: about ``field``; names the first tensor that does not fit.
+        InvalidRequest: about ``field``.
     """
     for name, file in given.items():
         tensor = file.tensors[name]
         tied_to = expected.tied.get(name)
-        wanted = expected.tensors.get(tied_to or name)
-        if wanted is None:
+        expected_tensor = expected.tensors.get(tied_to or name)
+        if expected_tensor is None:
             raise InvalidRequest(field, f"tensor {name} is not one of the model's; leave it out, or correct its name")
-        is_convertible = tensor.dtype == wanted.dtype or {tensor.dtype, wanted.dtype} <= FLOAT_DTYPES
-        if tensor.shape != wanted.shape or not is_convertible:
-            raise InvalidRequest(field, f"tensor {name} is {tensor}, and the model's is {wanted}")
+        is_convertible = tensor.dtype == expected_tensor.dtype or {tensor.dtype, expected_tensor.dtype} <= FLOAT_DTYPES
+        if tensor.shape != expected_tensor.shape or not is_convertible:
+            raise InvalidRequest(field, f"tensor {name} is {tensor}, and the model's is {expected_tensor}")
+        # The model has one tensor for both names, so the caller's tensors must be equal.
         if tied_to is not None:
             if tied_to not in given:
                 raise InvalidRequest(
