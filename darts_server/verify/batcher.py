@@ -108,7 +108,9 @@ class Batcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._end_waiting_jobs(CLOSED)
+        # A task that is cancelled before its first step ends none of its jobs.
+        for job in list(self._unfinished):
+            self._end_job(job, CLOSED)
         if self._late_timer is not None:
             self._late_timer.cancel()
         await asyncio.gather(*(runner.close() for runner in self._runners))

@@ -151,3 +151,13 @@ async def test_answers_that_wait_are_called_after_an_unexpected_error() -> None:
     assert futures[1].result() == RIGHT
     await queue.batcher.close()
     assert [type(error) for error in raised] == [LookupError]
+
+
+async def test_closing_ends_an_answer_whose_call_is_about_to_begin() -> None:
+    queue = Queue()
+    futures = queue.call("good")
+    # Now the batch has a task, which has not begun.
+    await asyncio.sleep(0)
+    await queue.batcher.close()
+    assert results_of(futures) == [VerifierResult.CRASH]
+    assert queue.runner.served == []
