@@ -7,8 +7,8 @@ class Lookup {
 
   constructor(model) {
     this.#model = model;
-    this.#on("find-prompt", "prompt-key", (key) => this.prompt(key));
-    this.#on("find-group", "group-id", (id) => this.group(id));
+    this.#searchOnSubmit("find-prompt", "prompt-key", (key) => this.prompt(key));
+    this.#searchOnSubmit("find-group", "group-id", (id) => this.group(id));
   }
 
   // Shows the statistics of a prompt.
@@ -37,7 +37,7 @@ class Lookup {
   }
 
   // Calls `search` with the text of a field when its form is submitted.
-  #on(form, field, search) {
+  #searchOnSubmit(form, field, search) {
     byId(form).addEventListener("submit", (event) => {
       event.preventDefault();
       if (byId(field).value.trim()) search(byId(field).value.trim());

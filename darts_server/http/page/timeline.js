@@ -14,7 +14,7 @@ class Timeline {
   #pitch = 0;
   #height = 0;
   #focus = null; // {id, index}: looked at, by mouse or keyboard
-  #drawn = 0;
+  #drawnAt = 0;
   #span = [0, 1];
   #dirty = true;
 
@@ -39,10 +39,10 @@ class Timeline {
 
   // Draws changes at once, and running bars at most every `FRAME_SECONDS`. `time` is in milliseconds.
   drawIfChanged(time) {
-    const moves = this.#model.running && time - this.#drawn >= 1000 * FRAME_SECONDS;
-    if (!moves && !this.#dirty && this.#version === this.#model.version) return;
+    const barsGrow = this.#model.running && time - this.#drawnAt >= 1000 * FRAME_SECONDS;
+    if (!barsGrow && !this.#dirty && this.#version === this.#model.version) return;
     if (this.scroll.clientHeight === 0) return;
-    this.#drawn = time;
+    this.#drawnAt = time;
     this.#dirty = false;
     this.#layOut();
     this.#draw();
@@ -55,7 +55,8 @@ class Timeline {
   #layOut() {
     const pitch = Number(byId("pitch").value);
     if (this.#version === this.#model.version && this.#pitch === pitch) return;
-    const [known, before] = [this.#blocks[0]?.group, this.#height];
+    const newestBefore = this.#blocks[0]?.group;
+    const heightBefore = this.#height;
     [this.#version, this.#pitch] = [this.#model.version, pitch];
     let top = AXIS + 4;
     this.#blocks = this.#model.newest.map((group) => {
@@ -68,9 +69,9 @@ class Timeline {
     this.#updateLegend();
     byId("spacer").style.height = `${Math.max(top, this.scroll.clientHeight)}px`;
     // New groups on top do not move the groups that a scrolled page shows.
-    if (this.scroll.scrollTop > AXIS && known !== this.#blocks[0]?.group && before) {
-      const moved = this.#blocks.find((block) => block.group === known)?.top ?? AXIS + 4;
-      this.scroll.scrollTop += moved - AXIS - 4;
+    if (this.scroll.scrollTop > AXIS && newestBefore !== this.#blocks[0]?.group && heightBefore) {
+      const newTop = this.#blocks.find((block) => block.group === newestBefore)?.top ?? AXIS + 4;
+      this.scroll.scrollTop += newTop - AXIS - 4;
     }
   }
 
@@ -97,10 +98,10 @@ class Timeline {
 
   // Sets the span of time to the chosen seconds, or to all visible blocks.
   #fitSpan(blocks) {
-    const fixed = Number(byId("span").value);
+    const chosenSeconds = Number(byId("span").value);
     const ends = blocks.map(({ group }) => group.ended ?? this.#model.time);
     const last = Math.max(...ends, -Infinity);
-    const first = fixed ? last - fixed : Math.min(...blocks.map(({ group }) => group.began), Infinity);
+    const first = chosenSeconds ? last - chosenSeconds : Math.min(...blocks.map(({ group }) => group.began), Infinity);
     if (blocks.length) this.#span = [first, first + Math.max(last - first, 0.01) * 1.02];
   }
 
@@ -164,12 +165,13 @@ class Timeline {
     context.moveTo(0, Math.round(y + height + GAP / 2) + 0.5);
     context.lineTo(width, Math.round(y + height + GAP / 2) + 0.5);
     context.stroke();
-    const sight = Math.max(y, AXIS); // the label is visible while its block is
-    this.#drawLabel(context, group, Math.min(sight, y + height - LOWEST));
-    const [low, high] = [-y - inset, this.scroll.clientHeight - y - inset];
-    const from = Math.max(0, Math.floor(low / this.#pitch));
-    const to = Math.min(group.candidates.length, Math.ceil(high / this.#pitch));
-    for (let index = from; index < to; index += 1) {
+    const visibleTop = Math.max(y, AXIS); // the label is visible while its block is
+    this.#drawLabel(context, group, Math.min(visibleTop, y + height - LOWEST));
+    // Only the bars between the upper and the lower edge of the canvas are drawn.
+    const [upperEdge, lowerEdge] = [-y - inset, this.scroll.clientHeight - y - inset];
+    const first = Math.max(0, Math.floor(upperEdge / this.#pitch));
+    const end = Math.min(group.candidates.length, Math.ceil(lowerEdge / this.#pitch));
+    for (let index = first; index < end; index += 1) {
       const candidate = group.candidates[index];
       if (candidate) this.#drawBar(context, group, candidate, y + inset + index * this.#pitch, at);
     }
@@ -259,16 +261,28 @@ class Timeline {
 
   // Focuses candidate `index` of block `place`, or its neighbour in the next block, and scrolls to it.
   #moveFocus(place, index) {
-    let [at, of] = place < 0 ? [0, 0] : [Math.min(place, this.#blocks.length - 1), index];
-    if (of < 0 && at > 0) [at, of] = [at - 1, this.#blocks[at - 1].group.candidates.length - 1];
-    if (of >= this.#blocks[at].group.candidates.length && at + 1 < this.#blocks.length) [at, of] = [at + 1, 0];
-    const block = this.#blocks[at];
-    of = Math.min(Math.max(of, 0), block.group.candidates.length - 1);
-    const y = block.top + block.inset + of * this.#pitch;
-    const [from, high] = [this.scroll.scrollTop, this.scroll.clientHeight];
-    if (y - LOWEST < from + AXIS) this.scroll.scrollTop = y - LOWEST - AXIS;
-    if (y + LOWEST > from + high) this.scroll.scrollTop = y + LOWEST - high;
-    this.#setFocus({ id: block.group.group_id, index: of });
+    const lastPlace = this.#blocks.length - 1;
+    const lastIndex = (blockPlace) => this.#blocks[blockPlace].group.candidates.length - 1;
+    if (place < 0) {
+      place = 0; // nothing was focused
+      index = 0;
+    }
+    place = Math.min(place, lastPlace);
+    if (index < 0 && place > 0) {
+      place -= 1;
+      index = lastIndex(place);
+    }
+    if (index > lastIndex(place) && place < lastPlace) {
+      place += 1;
+      index = 0;
+    }
+    const block = this.#blocks[place];
+    index = Math.min(Math.max(index, 0), lastIndex(place));
+    const y = block.top + block.inset + index * this.#pitch;
+    const [scrollTop, visibleHeight] = [this.scroll.scrollTop, this.scroll.clientHeight];
+    if (y - LOWEST < scrollTop + AXIS) this.scroll.scrollTop = y - LOWEST - AXIS;
+    if (y + LOWEST > scrollTop + visibleHeight) this.scroll.scrollTop = y + LOWEST - visibleHeight;
+    this.#setFocus({ id: block.group.group_id, index });
     this.#showDetail(true);
   }
 
