@@ -86,7 +86,7 @@ def replay_all(shaping: Shaping, trace: Trace) -> list[Replay]:
     """Replay each prompt, with all of its candidates side by side."""
     counts = [shaping.candidates(SIZE)] * len(trace.prompts)
     if shaping.adaptive:
-        low, high = shaping.bounds(SIZE)
+        low, high = shaping.candidate_limits(SIZE)
         stds = [statistics(prompt, trace).std_ema for prompt in trace.prompts]
         counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
     batch, limit = [], None

@@ -68,11 +68,11 @@ def create_extractor(pattern: str | Sequence[str]) -> Extractor:
     return partial(_find_matches, compiled)
 
 
-def last(answers: Iterable[str | None]) -> str | None:
-    found = None
+def last_answer(answers: Iterable[str | None]) -> str | None:
+    latest = None
     for answer in answers:
-        found = answer
-    return found
+        latest = answer
+    return latest
 
 
 def _find_matches(compiled: Any, text: str) -> Iterator[str | None]:
@@ -84,38 +84,39 @@ def _find_matches(compiled: Any, text: str) -> Iterator[str | None]:
 
 def _find_boxes(text: str) -> Iterator[str | None]:
     r"""Find the content of the last complete ``\boxed{}``, with inner braces. Of nested boxes the innermost counts."""
-    starts = {box.end() for box in BOX.finditer(text)}
-    start = 0
-    end = 0
-    opened: list[int] = []
+    box_starts = {box.end() for box in BOX.finditer(text)}
+    answer_start = 0
+    answer_end = 0
+    open_braces: list[int] = []
     # Escaped characters are matched too, so that an escaped brace is not a brace.
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if found[0] == "{":
-            opened.append(found.end())
-        elif found[0] == "}" and opened:
-            begin = opened.pop()
-            if begin in starts and begin > start:
-                start = begin
-                end = found.start()
-    yield normalise(text[start:end])
+            open_braces.append(found.end())
+        elif found[0] == "}" and open_braces:
+            start = open_braces.pop()
+            if start in box_starts and start > answer_start:
+                answer_start = start
+                answer_end = found.start()
+    yield normalise(text[answer_start:answer_end])
 
 
 def _find_choices(choices: Sequence[str], text: str) -> Iterator[str | None]:
     """Find the choice that ends last in the text, outside of longer words. Of two choices the longer counts."""
+    # End, length and text of the best choice so far.
     best = (0, 0, "")
     for choice in choices:
         start = text.rfind(choice)
         while start >= 0:
             end = start + len(choice)
-            joined_before = start > 0 and text[start - 1].isalnum() and choice[0].isalnum()
-            joined_after = end < len(text) and text[end].isalnum() and choice[-1].isalnum()
-            if not joined_before and not joined_after:
+            joins_before = start > 0 and text[start - 1].isalnum() and choice[0].isalnum()
+            joins_after = end < len(text) and text[end].isalnum() and choice[-1].isalnum()
+            if not joins_before and not joins_after:
                 best = max(best, (end, len(choice), choice))
                 break
+            # It is a part of a longer word, so search before it.
             start = text.rfind(choice, 0, end - 1)
         yield normalise(best[2])
 
 
 def normalise(answer: str) -> str | None:
-    """Return an answer without needless white space, or None if nothing is left."""
     return " ".join(answer.split()) or None

@@ -103,14 +103,13 @@ class Calibrator:
 
     @property
     def status(self) -> CalibrationStatus:
-        """Whether scores are calibrated well enough to prune by them."""
         if self.labels and self.steps < self.calibration.cold_steps:
             return CalibrationStatus.COLD
         return self.labels_status
 
     @property
     def labels_status(self) -> CalibrationStatus:
-        """Like ``status``, but without waiting for the first steps to pass."""
+        """Status without regard to the number of steps."""
         if not self.labels:
             return CalibrationStatus.NO_LABELS
         if len(self.labels) < self.calibration.cold_labels:

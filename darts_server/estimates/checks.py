@@ -1,4 +1,4 @@
-"""Check the numbers of a saved state. A user may send it back damaged or made up."""
+"""Check the numbers of a saved state, which a user may send back damaged or made up. Raise ``ValueError``."""
 
 import reprlib
 from collections.abc import Sized
@@ -17,18 +17,15 @@ def check_number(
     low: float = 0.0,
     high: float = LARGEST,
 ) -> None:
-    """Raise ``ValueError`` if ``value`` is not a number in [``low``, ``high``]."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")
 
 
 def check_count(name: str, value: object, low: int = 0) -> None:
-    """Raise ``ValueError`` if ``value`` is not a whole number in [``low``, `LARGEST`]."""
     if type(value) is not int or not low <= value <= LARGEST:
         raise ValueError(f"{name} must be a whole number in [{low}, {LARGEST}], got {reprlib.repr(value)}")
 
 
 def check_length(name: str, values: Sized, most: int) -> None:
-    """Raise ``ValueError`` if there are more than ``most`` values."""
     if len(values) > most:
         raise ValueError(f"{name} must have at most {most} values, got {len(values)}")

@@ -66,36 +66,38 @@ class Losses(ABC):
     """Whether bins are lost as a whole. Otherwise the weight in a bin is spread evenly in the logarithm of length."""
 
     @abstractmethod
-    def _uncut(self) -> Sequence[float] | None:
+    def _estimate_uncut(self) -> Sequence[float] | None:
         """Return the estimated histogram if nothing had been cut, or None while too little is known."""
 
-    def share(self, factor: float) -> float | None:
-        """Return the share that a deadline with this factor loses, or None while too little is known."""
-        weights = self._uncut()
+    def lost_share(self, factor: float) -> float | None:
+        weights = self._estimate_uncut()
         if weights is None:
             return None
-        place = float(_bin(factor))
+        kept_bins = float(_bin_of(factor))
         if not self.has_whole_bins:
-            place = log(factor) / log(RATIO_STEP)
-        whole = floor(place)
-        # The bin that contains the factor loses only its part beyond the factor.
-        beyond = sum(weights[whole + 1 :]) - (place - whole) * sum(weights[whole + 1 : whole + 2])
-        return beyond / sum(weights)
+            kept_bins = log(factor) / log(RATIO_STEP)
+        first_lost = floor(kept_bins) + 1
+        lost = sum(weights[first_lost:])
+        # The first of these bins loses only its part beyond the factor. Beyond the last bin there is none.
+        kept_part = kept_bins - floor(kept_bins)
+        lost -= kept_part * sum(weights[first_lost : first_lost + 1])
+        return lost / sum(weights)
 
-    def factor(self, max_share: float) -> float:
+    def smallest_factor(self, max_share: float) -> float:
         """Return the smallest factor, from 1 to `MAX_FACTOR`, that loses at most ``max_share``."""
-        weights = self._uncut()
+        weights = self._estimate_uncut()
         if weights is None or max_share >= 1:
             return 1.0
         allowed = max_share * sum(weights)
-        beyond = 0.0
+        # Lose bins from the longest on, until another bin would be too much.
+        lost = 0.0
         for number in range(LAST_BIN, 0, -1):
-            if beyond + weights[number] > allowed:
-                part = 0.0
+            if lost + weights[number] > allowed:
+                lost_part = 0.0
                 if not self.has_whole_bins:
-                    part = (allowed - beyond) / weights[number]
-                return float(min(RATIO_STEP ** (number - part), MAX_FACTOR))
-            beyond += weights[number]
+                    lost_part = (allowed - lost) / weights[number]
+                return float(min(RATIO_STEP ** (number - lost_part), MAX_FACTOR))
+            lost += weights[number]
         return 1.0
 
 
@@ -104,7 +106,7 @@ class DeadlineLosses(Losses):
     """Right answers that deadlines lose. ``DeadlineLosses(**json)`` restores them.
 
     Recent groups show how many answers are right before their deadline, and how many are cut. The few explored groups
-    show at which lengths longer answers are right. So the share follows shorter answers with every batch.
+    show at which lengths longer answers are right.
 
     ``right``, ``cut``: recent answers that were right, and that were cut and not right. ``explored``: number of right
     answers of explored groups. ``explored_right``, ``explored_all``: right answers and all answers of explored groups.
@@ -148,7 +150,7 @@ class DeadlineLosses(Losses):
         losses = replace(
             self,
             right=_with_answers(self.right, right, fade),
-            cut=_with_answers(self.cut, cut, fade, _nearest_edge),
+            cut=_with_answers(self.cut, cut, fade, _nearest_bin_of),
         )
         # Only an explored group shows the answers beyond the deadline.
         if not explored:
@@ -161,14 +163,14 @@ class DeadlineLosses(Losses):
             explored_all=_with_answers(self.explored_all, answers, fade),
         )
 
-    def _uncut(self) -> list[float] | None:
+    def _estimate_uncut(self) -> list[float] | None:
         # An answer that was cut in a bin is distributed over the explored answers of later bins. Another answer is
         # added to the next bin, with the mean probability to be right: answers that are longer than all explored
         # answers move the deadline in small steps.
-        beyond = sum(self.explored_all)
-        if self.explored < MIN_RIGHT or not sum(self.right) or not beyond:
+        explored_beyond = sum(self.explored_all)
+        if self.explored < MIN_RIGHT or not sum(self.right) or not explored_beyond:
             return None
-        mean_right = sum(self.explored_right) / beyond
+        mean_right = sum(self.explored_right) / explored_beyond
         uncut = []
         # Number of cut answers that each explored answer represents, and that the added answer represents.
         per_explored = 0.0
@@ -178,8 +180,8 @@ class DeadlineLosses(Losses):
         ):
             uncut.append(right + per_explored * explored_right + per_added * mean_right)
             # Explored answers of later bins. Rounding must not make their number negative.
-            beyond = max(0.0, beyond - explored)
-            per_added = cut / (beyond + 1)
+            explored_beyond = max(0.0, explored_beyond - explored)
+            per_added = cut / (explored_beyond + 1)
             per_explored += per_added
         return uncut
 
@@ -214,9 +216,9 @@ class GroupLosses(Losses):
         right: list[Answer] = []
         wrong: list[Answer] = []
         cut: list[Answer] = []
-        bin_of = _bin
+        bin_of = _bin_of
         if group.cut and not group.is_right:
-            bin_of = _nearest_edge
+            bin_of = _nearest_bin_of
         if group.is_right:
             right.append(group)
         elif group.cut and bin_of(group.relative_length) < LAST_BIN - 1:
@@ -231,7 +233,7 @@ class GroupLosses(Losses):
             cut=_with_answers(self.cut, cut, fade, bin_of),
         )
 
-    def _uncut(self) -> list[float] | None:
+    def _estimate_uncut(self) -> list[float] | None:
         if sum(self.right) < MIN_RIGHT_GROUPS:
             return None
         # The Kaplan-Meier estimate: each group represents itself, and a share of the groups that were cut in earlier
@@ -248,10 +250,10 @@ class GroupLosses(Losses):
             ended_beyond = max(0.0, ended_beyond - right - wrong)
             cut_beyond = max(0.0, cut_beyond - cut)
             # If no group ended in a later bin, a group is assumed at twice the length.
-            assumed = 1.0 if ended_beyond < SEEN else 0.0
-            share = represented * cut / (ended_beyond + cut_beyond + assumed)
-            uncut[min(number + TWICE, LAST_BIN)] += share * assumed * mean_right
-            represented += share
+            assumed_beyond = 1.0 if ended_beyond < SEEN else 0.0
+            represented_cut = represented * cut / (ended_beyond + cut_beyond + assumed_beyond)
+            uncut[min(number + TWICE, LAST_BIN)] += represented_cut * assumed_beyond * mean_right
+            represented += represented_cut
         return uncut
 
 
@@ -262,15 +264,15 @@ def _check_histogram(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be {LAST_BIN + 1} numbers in [0, {LARGEST:g}]")
 
 
-def _bin(relative_length: float) -> int:
+def _bin_of(relative_length: float) -> int:
     if relative_length <= 1:
         return 0
     # `ROUNDING` keeps a length at the upper end of a bin in this bin.
     return min(ceil(log(relative_length) / log(RATIO_STEP) - ROUNDING), LAST_BIN)
 
 
-def _nearest_edge(relative_length: float) -> int:
-    """Return the bin whose upper end is nearest: a cut answer would have been longer than its cut."""
+def _nearest_bin_of(relative_length: float) -> int:
+    # A cut answer would have been longer than its cut, so it does not belong to the bin that the cut is in.
     if relative_length <= 1:
         return 0
     return min(round(log(relative_length) / log(RATIO_STEP)), LAST_BIN - 1)
@@ -280,9 +282,8 @@ def _with_answers(
     histogram: Histogram,
     answers: Sequence[Answer],
     fade: float,
-    bin_of: Callable[[float], int] = _bin,
+    bin_of: Callable[[float], int] = _bin_of,
 ) -> Histogram:
-    """Return the histogram with more answers, after its weights have faded by the share ``fade``."""
     weights = [max(0.0, 1 - fade) * weight for weight in histogram]
     for answer in answers:
         weights[bin_of(answer.relative_length)] += answer.weight

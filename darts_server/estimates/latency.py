@@ -73,7 +73,6 @@ class LatencyCurve:
         return float(self.step_seconds_array(np.asarray(batch, dtype=np.float64)))
 
     def step_seconds_array(self, batches: Floats) -> Floats:
-        """``batches``: of any shape."""
         beyond = self.per_sequence * np.maximum(batches - self.batches[-1], 0.0)
         return np.asarray(np.interp(batches, self.batches, self.seconds) + beyond, dtype=np.float64)
 
@@ -83,21 +82,22 @@ class LatencyCurve:
         All sequences start together. For M' ascending lengths l, the last sequence takes the sum over m of
         (l_m - l_(m-1)) PTL(M' - m + 1), as in the paper. Sequences beyond ``capacity`` queue.
         """
-        ends = [float(length) for length in lengths]
-        running = np.arange(len(ends), 0, -1, dtype=np.float64)
-        if capacity is not None and len(ends) > capacity:
-            # A queued sequence starts when the first running sequence has ended. ``ends`` are numbers of steps.
-            places = ends[:capacity]
-            heapify(places)
-            for index in range(capacity, len(ends)):
-                ends[index] += places[0]
-                heapreplace(places, ends[index])
-            running = np.minimum(running, capacity)
+        # The decode step at which each sequence ends. Before the k-th end, all but k - 1 sequences run.
+        end_steps = [float(length) for length in lengths]
+        num_running = np.arange(len(end_steps), 0, -1, dtype=np.float64)
+        if capacity is not None and len(end_steps) > capacity:
+            # A queued sequence starts when the first running sequence has ended.
+            running_ends = end_steps[:capacity]
+            heapify(running_ends)
+            for index in range(capacity, len(end_steps)):
+                end_steps[index] += running_ends[0]
+                heapreplace(running_ends, end_steps[index])
+            num_running = np.minimum(num_running, capacity)
 
-        order = np.argsort(ends, kind="stable")
-        steps = np.diff(np.asarray(ends)[order], prepend=0.0)
-        seconds = np.empty(len(ends))
-        seconds[order] = np.cumsum(steps * self.step_seconds_array(running))
+        order = np.argsort(end_steps, kind="stable")
+        steps_between_ends = np.diff(np.asarray(end_steps)[order], prepend=0.0)
+        seconds = np.empty(len(end_steps))
+        seconds[order] = np.cumsum(steps_between_ends * self.step_seconds_array(num_running))
         return seconds
 
 
@@ -111,13 +111,13 @@ def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None
     if len(steps) < MIN_STARTS:
         return None
     batches, started, seconds = np.asarray([*steps], dtype=np.float64).T
-    costs = (seconds - curve.step_seconds_array(batches)) / started
+    seconds_per_start = (seconds - curve.step_seconds_array(batches)) / started
     # The weighted median.
     weights = np.minimum(started, MAX_WEIGHT * started.sum())
-    order = np.argsort(costs)
-    passed = np.cumsum(weights[order])
-    middle = np.searchsorted(passed, passed[-1] / 2)
-    return max(0.0, float(costs[order[middle]]))
+    order = np.argsort(seconds_per_start)
+    cumulative_weights = np.cumsum(weights[order])
+    middle = np.searchsorted(cumulative_weights, cumulative_weights[-1] / 2)
+    return max(0.0, float(seconds_per_start[order[middle]]))
 
 
 class LatencyModel:
@@ -139,7 +139,7 @@ class LatencyModel:
         starts: Sequence[Start] = (),
     ) -> None:
         self._steps = 0
-        # The latest (batch size, seconds) of each bin, and the number of its latest step.
+        # The latest (batch size, seconds) of each bin of batch sizes, and the number of its latest step.
         self._bins: dict[int, deque[tuple[int, float]]] = {}
         self._last_step: dict[int, int] = {}
         if [*map(len, batches)] != [*map(len, seconds)] or len(ages) != len(seconds):
@@ -205,10 +205,7 @@ class LatencyModel:
 
     @property
     def curve(self) -> LatencyCurve | None:
-        """The curve so far.
-
-        None until two batch sizes that differ by a factor of `SPREAD` have `MIN_STEPS` steps each.
-        """
+        """None until two batch sizes that differ by a factor of `SPREAD` have `MIN_STEPS` steps each."""
         if not self._is_fitted:
             self._curve = self._fit()
             self._is_fitted = True
@@ -216,7 +213,6 @@ class LatencyModel:
 
     @property
     def start_seconds(self) -> float | None:
-        """Seconds that each start adds to its step, or None while not known."""
         if self.curve is None:
             return None
         return start_seconds(self._starts, self.curve)
@@ -246,16 +242,16 @@ class LatencyModel:
 
         # Extrapolate with the slope of the adjacent octave. One more sequence costs at most the mean of the running
         # sequences: the slope of a few noisy points may be steeper, but no engine is.
-        first = max(2, bisect_right(batches, SPREAD * batches[0]))
-        last = min(len(batches) - 2, bisect_left(batches, batches[-1] / SPREAD))
-        below = linear_regression(batches[:first], seconds[:first]).slope
-        below = min(max(below, 0.0), seconds[0] / batches[0])
-        above = linear_regression(batches[last:], seconds[last:]).slope
-        above = min(max(above, 0.0), seconds[-1] / batches[-1])
+        octave_end = max(2, bisect_right(batches, SPREAD * batches[0]))
+        slope_below = linear_regression(batches[:octave_end], seconds[:octave_end]).slope
+        slope_below = min(max(slope_below, 0.0), seconds[0] / batches[0])
+        octave_start = min(len(batches) - 2, bisect_left(batches, batches[-1] / SPREAD))
+        slope_above = linear_regression(batches[octave_start:], seconds[octave_start:]).slope
+        slope_above = min(max(slope_above, 0.0), seconds[-1] / batches[-1])
         if batches[0] > 1:
-            seconds.insert(0, seconds[0] - below * (batches[0] - 1))
+            seconds.insert(0, seconds[0] - slope_below * (batches[0] - 1))
             batches.insert(0, 1)
-        return LatencyCurve(tuple(batches), tuple(seconds), above)
+        return LatencyCurve(tuple(batches), tuple(seconds), slope_above)
 
 
 def _bin_index(batch: int) -> int:

@@ -8,9 +8,9 @@ From a full pool, mean and 90th percentile are right to 6 %. They are up to 32 %
 only the short end of the long mode shows.
 
 The mean of a prompt is itself estimated. If a candidate counts in the mean like the others, its ratio is pulled towards
-1. If it does not count, ratios scatter too widely, and their mean is too large, as 1 / x is convex. Both errors are
-equally large, so a candidate counts half: the spread is then right to the order of 1 / n for gamma lengths. The
-remaining error of the level, half the mean's relative variance, is divided out.
+1. If it does not count, ratios scatter too widely. Both errors are equally large, so a candidate counts half: the
+spread is then right to the order of 1 / n for gamma lengths. The mean of the ratios is then too large by half the
+mean's relative variance, as 1 / x is convex. This factor is divided out.
 
 The 99th percentile is at most 12 % too small if all candidates finish. `tests/estimates/test_length_profile.py` has a
 table for stopped candidates.
@@ -56,9 +56,9 @@ class LengthProfile:
         for row, (name, counts) in enumerate((("finished", finished), ("censored", censored))):
             if counts and len(counts) != len(EDGES) - 1:
                 raise ValueError(f"{name} must have {len(EDGES) - 1} counts, got {len(counts)}")
-            for place, count in enumerate(counts):
+            for bin_index, count in enumerate(counts):
                 check_number(name, count, low=NO_COUNT if count else 0)
-                self._counts[row, place] = count
+                self._counts[row, bin_index] = count
 
     @property
     def state(self) -> dict[str, list[float]]:
@@ -71,13 +71,14 @@ class LengthProfile:
         self._counts[self._counts < NO_COUNT] = 0.0
         for ratio, censored in ratios:
             octave = math.log2(max(ratio, EDGES[0]))
-            place = math.floor((octave - OCTAVES[0]) * BINS_PER_OCTAVE)
-            self._counts[int(censored), min(place, len(EDGES) - 2)] += 1.0
+            bin_index = math.floor((octave - OCTAVES[0]) * BINS_PER_OCTAVE)
+            row = 1 if censored else 0
+            self._counts[row, min(bin_index, len(EDGES) - 2)] += 1.0
 
     def quantiles(self, n: int) -> Floats | None:
         """Return the ratios at the probabilities (i + 1/2) / n, ascending, shape (n,).
 
-        As equally likely values they represent the distribution. None before any candidate has finished.
+        None before any candidate has finished.
         """
         finished, censored = self._counts
         total = float(finished.sum())
@@ -85,26 +86,28 @@ class LengthProfile:
             return None
 
         # Product-limit rule. Within a bin, finished candidates come first, because they caused the stops.
-        at_risk = _sums_from(finished + censored)
-        ending = np.divide(finished, at_risk, out=np.zeros_like(finished), where=finished > 0)
-        survival = np.concatenate([[1.0], np.cumprod(1.0 - ending)])
+        at_risk = _suffix_sums(finished + censored)
+        share_ending = np.divide(finished, at_risk, out=np.zeros_like(finished), where=finished > 0)
+        # survival[k] is the share of candidates that are longer than edge k.
+        survival = np.concatenate([[1.0], np.cumprod(1.0 - share_ending)])
 
-        # Beyond the last bin with enough finished candidates in it and after it, the tail is exponential.
+        # The tail begins at the last bin with enough finished candidates in it and after it. Before the tail, find the
+        # ratio that each share of candidates exceeds. `interp` needs rising values.
         enough = max(TAIL_SHARE * total, min(TAIL_COUNT, total / 2))
-        tail = int(np.flatnonzero(_sums_from(finished) >= enough)[-1])
-        longer = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n
-        ratios = np.interp(-longer, -survival[: tail + 1], EDGES[: tail + 1])
+        tail = int(np.flatnonzero(_suffix_sums(finished) >= enough)[-1])
+        share_longer = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n
+        ratios = np.interp(-share_longer, -survival[: tail + 1], EDGES[: tail + 1])
 
-        # A candidate that passes a bin is at risk over the whole bin, and a candidate that ends there over half.
-        candidates = at_risk - (finished + censored) / 2
-        exposure = float((candidates * np.diff(EDGES))[tail:].sum())
-        wait = exposure / float(finished[tail:].sum())
-        beyond = np.maximum(np.log(survival[tail] / longer), 0.0)
-        return np.asarray(ratios + wait * beyond, dtype=np.float64)
+        # The tail is exponential with the mean (exposure of all candidates) / (number that finish). A candidate that
+        # passes a bin is exposed over the whole bin, and a candidate that ends there over half.
+        exposed = at_risk - (finished + censored) / 2
+        exposure = float((exposed * np.diff(EDGES))[tail:].sum())
+        tail_mean = exposure / float(finished[tail:].sum())
+        means_beyond = np.maximum(np.log(survival[tail] / share_longer), 0.0)
+        return np.asarray(ratios + tail_mean * means_beyond, dtype=np.float64)
 
 
-def _sums_from(counts: Floats) -> Floats:
-    """Return for each bin the number of candidates in this bin or in longer bins."""
+def _suffix_sums(counts: Floats) -> Floats:
     return np.cumsum(counts[::-1])[::-1]
 
 
@@ -129,17 +132,18 @@ def ratios_to_mean(
         std = earlier.std_ema
     variation = ((std or 0.0) / mean) ** 2
 
-    # The mean of a ratio to a noisy mean is ``level``, and not 1.
     ratios = []
     for o in observations:
+        # The number of other candidates behind the mean, and the sum of their lengths.
         if earlier is None:
-            others: float = num_finished - (not o.censored)
-            total = max(num_finished * mean - o.tokens, 0.0)
+            num_others: float = num_finished if o.censored else num_finished - 1
+            others_tokens = max(num_finished * mean - o.tokens, 0.0)
         else:
-            others = earlier.candidates_of_mean * num_finished / len(observations)
-            total = others * mean
-        if others > 0 and o.tokens > 0:
-            own_mean = (total + OWN_VOTE * o.tokens) / (others + OWN_VOTE)
-            level = 1 + variation / (2 * others)
-            ratios.append((o.tokens / own_mean / level, o.censored))
+            num_others = earlier.effective_candidates * num_finished / len(observations)
+            others_tokens = num_others * mean
+        if num_others > 0 and o.tokens > 0:
+            mean_with_own = (others_tokens + OWN_VOTE * o.tokens) / (num_others + OWN_VOTE)
+            # The mean of a ratio to a noisy mean is above 1.
+            mean_ratio = 1 + variation / (2 * num_others)
+            ratios.append((o.tokens / mean_with_own / mean_ratio, o.censored))
     return ratios

@@ -23,7 +23,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import mul
 
 from darts_server.estimates.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 
@@ -38,7 +37,7 @@ NEWTON_STEPS = 50
 """Never reached: it took four steps on average, and at most 11 in 80,000 samples."""
 NEWTON_TOLERANCE = 1e-6
 ERFC_RANGE = 30.0
-"""Beyond it erfc underflows, and the asymptotic form is exact to a part in a million."""
+"""Beyond it erfc underflows, and the asymptote is exact to a part in a million."""
 
 Moments = tuple[float, float]
 """E[x] and E[x²] of a length in tokens."""
@@ -65,7 +64,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Of a prompt's lengths, in tokens. The sample ``std`` is None for a single candidate."""
+    """Mean and sample std of lengths in tokens. ``std`` is None for a single candidate."""
 
     mean: float
     std: float | None
@@ -81,15 +80,18 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     """
     sample = _complete(observations)
     n = len(sample)
-    weights, firsts, _ = zip(*sample, strict=True)
-    mean = math.fsum(map(mul, weights, firsts)) / n
+    mean = math.fsum(weight * expected for weight, expected, _ in sample) / n
     if n == 1:
         return LengthEstimate(mean, None)
 
-    # E[x²] - mean² would lose its digits if the spread is small; (first - mean)² keeps them.
-    squares = [weight * ((first - mean) ** 2 + (second - first * first)) for weight, first, second in sample]
+    # E[x²] - mean² would lose its digits if the spread is small. The squared distance of E[x] and the variance of x
+    # keep them.
+    squares = []
+    for weight, expected, expected_square in sample:
+        variance = expected_square - expected * expected
+        squares.append(weight * ((expected - mean) ** 2 + variance))
     # Equal weights divide by n - 1. Other weights divide by its generalisation.
-    freedom = n - math.fsum(weight**2 for weight in weights) / n
+    freedom = n - math.fsum(weight**2 for weight, _, _ in sample) / n
     return LengthEstimate(mean, math.sqrt(max(math.fsum(squares), 0.0) / freedom))
 
 
@@ -103,7 +105,7 @@ def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, fl
     if not (has_finished and has_censored):
         # There is nothing to complete, or nothing to learn from.
         return [(1.0, float(o.tokens)) for o in observations if o.tokens > 0]
-    return [(weight, first) for weight, first, _ in _complete(observations)]
+    return [(weight, expected) for weight, expected, _ in _complete(observations)]
 
 
 Weighted = tuple[float, float, float]
@@ -111,12 +113,6 @@ Weighted = tuple[float, float, float]
 
 
 def _complete(observations: Sequence[Observation]) -> list[Weighted]:
-    """Return the sample with the expected moments of censored lengths.
-
-    A censored candidate is as long as the longer candidates, or as the fitted shape says. So it distributes its weight
-    in equal votes over the longer candidates, and keeps `SHAPE_VOTES` votes for the shape. A longer candidate that is
-    censored too passes on the weight that it received.
-    """
     finished: list[int] = []
     censored: list[int] = []
     for o in observations:
@@ -132,22 +128,25 @@ def _complete(observations: Sequence[Observation]) -> list[Weighted]:
     if censored:
         shape = FittedShape.fit(finished, censored)
 
+    # A censored candidate is as long as the longer candidates, or as the fitted shape says. So it gives its weight in
+    # equal votes to the longer candidates, and keeps `SHAPE_VOTES` votes for the shape. A longer candidate that is
+    # censored too passes on the weight that it received, so the shortest vote first.
     fitted: dict[int, Moments] = {}
     tokens = sorted((*censored, *finished))
-    # Element k is the weight of a candidate that has received a vote of each of the k shortest censored candidates.
-    received = [1.0]
+    # weight_after[k] is the weight of a candidate after the votes of the k shortest censored candidates.
+    weight_after = [1.0]
     sample: list[Weighted] = []
     for c in censored:
         if c not in fitted:
             fitted[c] = shape.moments_beyond(c)
         # One token more does not count as longer: a candidate is stopped one token before the length of its winner.
-        longer = len(tokens) - bisect_right(tokens, c + 1)
-        weight = received[bisect_left(censored, c - 1)]
-        vote = weight / (longer + SHAPE_VOTES)
-        received.append(received[-1] + vote)
-        sample.append((weight - vote * longer, *fitted[c]))
+        num_longer = len(tokens) - bisect_right(tokens, c + 1)
+        weight = weight_after[bisect_left(censored, c - 1)]
+        vote = weight / (num_longer + SHAPE_VOTES)
+        weight_after.append(weight_after[-1] + vote)
+        sample.append((weight - vote * num_longer, *fitted[c]))
     for x in finished:
-        sample.append((received[bisect_left(censored, x - 1)], x, x * x))
+        sample.append((weight_after[bisect_left(censored, x - 1)], x, x * x))
     return sample
 
 
@@ -161,21 +160,18 @@ class FittedShape:
     Eight of 16 lengths do not reveal a shape, so one shape serves all prompts. With the logarithm, lengths with two
     modes or a lighter tail are up to three times too wide. With the cube root, log-normal lengths are too short.
 
-    The tail is at most as heavy as with a constant chance to end per token: one end in ``wait`` tokens, the mean number
-    of tokens per end so far.
+    The tail is at most as heavy as with a constant chance to end per token, one end in ``tokens_per_end`` tokens.
     """
 
     mean: float
     std: float
-    wait: float
+    tokens_per_end: float
 
     @staticmethod
     def fit(finished: Sequence[int], censored: Sequence[int]) -> "FittedShape":
         """Fit the shape to finished lengths, at least one, and censored lengths, by maximum likelihood (Tobit).
 
-        In Olsen's parameters, ``location`` = mean / std and ``precision`` = 1 / std, the penalised log-likelihood is
-        concave, so Newton's method needs few steps. The mean takes one degree of freedom: without censoring and prior,
-        the fitted variance is the sample's (n - 1).
+        Without censoring and prior, the fitted variance is the sample's (n - 1).
         """
         roots = [float(x ** (1 / SHAPE_ROOT)) for x in finished]
         # Longer than c means at least c + 1, rounded to whole tokens.
@@ -183,79 +179,78 @@ class FittedShape:
 
         # Divide all roots by their mean, so that the parameters are of the order of 1.
         scale = (math.fsum(roots) + math.fsum(censored_roots)) / (len(finished) + len(censored))
-        ends = [root / scale for root in roots]
-        stops = Counter(root / scale for root in censored_roots)
-        count = len(ends)
-        total = math.fsum(ends)
+        scaled_roots = [root / scale for root in roots]
+        scaled_censored = Counter(root / scale for root in censored_roots)
+        count = len(scaled_roots)
+        total = math.fsum(scaled_roots)
+        # The prior adds half an observation of the spread.
         freedom = count - 1 + PRIOR_VOTES
-        squares = math.fsum([y * y for y in ends]) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
+        squares = math.fsum([y * y for y in scaled_roots]) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
 
-        # Begin with the solution without censored lengths.
+        # In Olsen's parameters, location = mean / std and precision = 1 / std, the penalised log-likelihood is concave,
+        # so Newton's method needs few steps. Begin with the solution without censored lengths.
         precision = math.sqrt(freedom / (squares - total**2 / count))
         location = precision * total / count
         moved = math.inf
         steps = 0
         while steps < NEWTON_STEPS and moved > NEWTON_TOLERANCE * (abs(location) + precision):
-            # First and second derivatives of the log-likelihood.
-            to_location = precision * total - count * location
-            to_precision = freedom / precision - precision * squares + location * total
-            twice_location = -float(count)
-            twice_precision = -freedom / precision**2 - squares
-            mixed = total
-            for c, n in stops.items():
+            # First and second derivatives (d, dd) of the log-likelihood, of finished and then of censored lengths.
+            d_location = precision * total - count * location
+            d_precision = freedom / precision - precision * squares + location * total
+            dd_location = -float(count)
+            dd_precision = -freedom / precision**2 - squares
+            dd_mixed = total
+            for c, n in scaled_censored.items():
                 z = precision * c - location
                 hazard = _hazard(z)
-                bend = n * hazard * (hazard - z)
-                to_location += n * hazard
-                to_precision -= n * hazard * c
-                twice_location -= bend
-                twice_precision -= bend * c * c
-                mixed += bend * c
+                hazard_slope = hazard * (hazard - z)
+                d_location += n * hazard
+                d_precision -= n * hazard * c
+                dd_location -= n * hazard_slope
+                dd_precision -= n * hazard_slope * c * c
+                dd_mixed += n * hazard_slope * c
 
             # Newton's step: minus the inverse of the second derivatives, times the first.
-            determinant = twice_location * twice_precision - mixed**2
-            by_location = (mixed * to_precision - twice_precision * to_location) / determinant
-            by_precision = (mixed * to_location - twice_location * to_precision) / determinant
+            determinant = dd_location * dd_precision - dd_mixed**2
+            location_step = (dd_mixed * d_precision - dd_precision * d_location) / determinant
+            precision_step = (dd_mixed * d_location - dd_location * d_precision) / determinant
             # A full step may overshoot. A step that keeps half of the precision does not.
-            share = 1.0
-            if by_precision < -precision / 2:
-                share = -precision / 2 / by_precision
-            location += share * by_location
-            precision += share * by_precision
-            moved = share * (abs(by_location) + abs(by_precision))
+            step_share = 1.0
+            if precision_step < -precision / 2:
+                step_share = -precision / 2 / precision_step
+            location += step_share * location_step
+            precision += step_share * precision_step
+            moved = step_share * (abs(location_step) + abs(precision_step))
             steps += 1
-        wait = (sum(finished) + sum(censored)) / len(finished)
-        return FittedShape(scale * location / precision, scale / precision, wait)
+        tokens_per_end = (sum(finished) + sum(censored)) / len(finished)
+        return FittedShape(scale * location / precision, scale / precision, tokens_per_end)
 
     def moments_beyond(self, tokens: int) -> Moments:
-        """Return E[x | x > tokens] and E[x² | x > tokens].
-
-        The moments of a truncated standard normal Z follow the recursion
-        E[Z^j | Z > z] = (j - 1) E[Z^(j-2) | Z > z] + z^(j-1) hazard(z).
-        """
+        """Return E[x | x > tokens] and E[x² | x > tokens]."""
         z = ((tokens + 0.5) ** (1 / SHAPE_ROOT) - self.mean) / self.std
-        # Element j is E[Z^j | Z > z].
-        powers = [1.0, _hazard(z)]
+        # z_moments[j] is E[Z^j | Z > z], by the recursion of a truncated standard normal.
+        hazard = _hazard(z)
+        z_moments = [1.0, hazard]
         for j in range(2, 2 * SHAPE_ROOT + 1):
-            powers.append((j - 1) * powers[j - 2] + z ** (j - 1) * powers[1])
+            z_moments.append((j - 1) * z_moments[j - 2] + z ** (j - 1) * hazard)
 
-        def moment(order: int) -> float:
+        def root_moment(order: int) -> float:
             """Return E[(mean + std Z)^order | Z > z]."""
             return math.fsum(
-                math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1)
+                math.comb(order, j) * self.mean ** (order - j) * self.std**j * z_moments[j] for j in range(order + 1)
             )
 
-        # Both are at most the moments of a constant chance to end, one in `wait` tokens.
+        # Both are at most the moments of an exponential tail.
+        wait = self.tokens_per_end
         return (
-            min(moment(SHAPE_ROOT), tokens + self.wait),
-            min(moment(2 * SHAPE_ROOT), tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2),
+            min(root_moment(SHAPE_ROOT), tokens + wait),
+            min(root_moment(2 * SHAPE_ROOT), tokens**2 + 2 * tokens * wait + 2 * wait**2),
         )
 
 
 def _hazard(z: float) -> float:
-    """Return the standard normal's density at ``z``, divided by the probability to exceed ``z``."""
+    # The standard normal's density at z, divided by the probability to exceed z.
     if z > ERFC_RANGE:
-        # erfc underflows here, so the asymptote is used.
         return z + 1 / z
     return math.sqrt(2 / math.pi) * math.exp(-z * z / 2) / math.erfc(z / math.sqrt(2))
 
@@ -303,7 +298,6 @@ class PromptStats:
 
     @property
     def observations(self) -> list[Observation]:
-        """Lengths of the last group's candidates, as far as known."""
         return [Observation(int(text.rstrip("+")), censored=text.endswith("+")) for text in self.lengths.split()]
 
     def is_truncated(self, observation: Observation) -> bool:
@@ -311,13 +305,15 @@ class PromptStats:
         return observation.censored and observation.tokens == self.max_tokens
 
     @property
-    def candidates_of_mean(self) -> float:
+    def effective_candidates(self) -> float:
         """Number of candidates whose plain mean varies as much as ``mean_ema``, where newer groups count more."""
+        # The first group has the weight (1 - alpha)^(groups - 1), and a group k steps ago alpha (1 - alpha)^k.
         groups = max(self.groups, 1)
-        older = (1 - EMA_ALPHA) ** 2
-        first = older ** (groups - 1)
-        sum_of_squared_weights = first + EMA_ALPHA**2 * (1 - first) / (1 - older)
-        return self.candidates / groups / sum_of_squared_weights
+        squared_decay = (1 - EMA_ALPHA) ** 2
+        first_squared = squared_decay ** (groups - 1)
+        sum_of_squares = first_squared + EMA_ALPHA**2 * (1 - first_squared) / (1 - squared_decay)
+        candidates_per_group = self.candidates / groups
+        return candidates_per_group / sum_of_squares
 
 
 def update_stats(
@@ -387,13 +383,11 @@ class DatasetStats:
         return _mean(self.recent_stds)
 
     def with_step(self, prompts: Iterable[LengthEstimate]) -> "DatasetStats":
-        """Return the statistics after another step. A step without prompts changes nothing.
-
-        Each prompt counts once: weighting by candidates would let the allocation change the mean that steers it.
-        """
+        """Return the statistics after another step. A step without prompts changes nothing."""
         estimates = list(prompts)
         if not estimates:
             return self
+        # Each prompt counts once. Weighting by candidates would let the allocation change the mean that steers it.
         recent = self.recent_stds
         stds = [estimate.std for estimate in estimates if estimate.std is not None]
         if stds:

@@ -57,13 +57,15 @@ def count_answers(answers: Sequence[tuple[bool, float]]) -> Answers:
     total = math.fsum(weight for _, weight in answers)
     squares = math.fsum(weight * weight for _, weight in answers)
     scale = total / squares
+    size = scale * total
     right = scale * math.fsum(weight for correct, weight in answers if correct)
     right_squares = scale * scale * math.fsum(weight * weight for correct, weight in answers if correct)
-    size = scale * total
     both_right = None
-    # Pairs of different answers. Rounding must not leave the range of a probability.
     if len(answers) > 1:
-        both_right = min(max((right * right - right_squares) / (size * size - size), 0.0), 1.0)
+        # The weight of pairs of different right answers, of the weight of all such pairs. Rounding must not leave the
+        # range of a probability.
+        share = (right * right - right_squares) / (size * size - size)
+        both_right = min(max(share, 0.0), 1.0)
     return Answers(right, max(size - right, 0.0), both_right)
 
 
@@ -85,19 +87,19 @@ class PassCounts:
 
     def with_answers(self, answers: Answers, version: int) -> "PassCounts":
         """Return the counts after another group, whose rewards are of this version."""
-        share = self._share(version)
+        share = self._remaining_share(version)
         right = min(self.right * share + answers.right, LARGEST)
         wrong = min(self.wrong * share + answers.wrong, LARGEST)
         return PassCounts(right, wrong, version)
 
     def posterior(self, prior: Beta, version: int) -> Beta:
         """Return the distribution of the pass rate at a later version."""
-        share = self._share(version)
+        share = self._remaining_share(version)
         return Beta(prior.right + self.right * share, prior.wrong + self.wrong * share)
 
-    def _share(self, version: int) -> float:
-        """Return the share of the counts that is left at a later version."""
-        return float(0.5 ** (max(version - self.version, 0) / HALF_LIFE))
+    def _remaining_share(self, version: int) -> float:
+        age = max(version - self.version, 0)
+        return float(0.5 ** (age / HALF_LIFE))
 
 
 @dataclass(frozen=True, slots=True)

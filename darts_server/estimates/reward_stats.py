@@ -38,7 +38,7 @@ class MeanLength:
     def __post_init__(self) -> None:
         is_count = type(self.count) is int and self.count >= 0
         are_numbers = all(type(x) in (int, float) and 0 <= x < math.inf for x in (self.mean, self.weight))
-        is_consistent = self.weight > 0 or self.count == self.mean == 0
+        is_consistent = self.weight > 0
         if self.count == 0:
             is_consistent = self.mean == self.weight == 0
         if not (is_count and are_numbers and is_consistent):
@@ -54,7 +54,6 @@ class MeanLength:
         return MeanLength(self.count + other.count, mean, weight)
 
     def __sub__(self, other: "MeanLength") -> "MeanLength":
-        """Return the mean length without the sample ``other``."""
         weight = self.weight - other.weight
         # A restored state may not have the other sample.
         if self.count <= other.count or weight <= 0:
@@ -95,14 +94,12 @@ class RewardStats:
         )
 
     def __sub__(self, other: "RewardStats") -> "RewardStats":
-        """Return the statistics without ``other``, whose rewards have changed."""
         groups = max(self.groups - other.groups, 0)
         zero_variance = max(self.zero_variance - other.zero_variance, 0)
         return RewardStats(self.right - other.right, self.wrong - other.wrong, groups, min(zero_variance, groups))
 
     @property
     def rewarded(self) -> int:
-        """Number of trajectories with a reward."""
         return self.right.count + self.wrong.count
 
     @property

@@ -23,18 +23,19 @@ WINDOW = 1024
 
 def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins."""
-    q, y, w = _arrays(probabilities, targets, weights)
+    q, y, w = _to_arrays(probabilities, targets, weights)
     mass = w.sum()
     if not mass:
         return None
-    bins = np.minimum((q * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
-    gaps = np.bincount(bins, weights=w * (q - y))
-    return float(np.abs(gaps).sum() / mass)
+    bin_of = np.minimum((q * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
+    # Within a bin, errors of both signs cancel.
+    errors = np.bincount(bin_of, weights=w * (q - y))
+    return float(np.abs(errors).sum() / mass)
 
 
 def brier_score(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the mean of (probability - target)². 0 is perfect, a constant half has 1/4."""
-    q, y, w = _arrays(probabilities, targets, weights)
+    q, y, w = _to_arrays(probabilities, targets, weights)
     mass = w.sum()
     if not mass:
         return None
@@ -46,16 +47,16 @@ def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> fl
 
     None unless there are right and wrong trajectories. ``scores``: any finite numbers; only their order matters.
     """
-    s, y, w = _arrays(scores, targets, weights)
-    # Equal scores have the same level. For each level, the pairs with wrong trajectories below it are counted.
+    s, y, w = _to_arrays(scores, targets, weights)
+    # Weights of right and wrong trajectories at each level of scores, from the lowest level.
     _, level = np.unique(s, return_inverse=True)
     right = np.bincount(level, weights=w * y)
     wrong = np.bincount(level, weights=w * (1 - y))
     pairs = right.sum() * wrong.sum()
     if not pairs:
         return None
-    below = np.cumsum(wrong) - wrong
-    return float((right * (below + wrong / 2)).sum() / pairs)
+    wrong_below = np.cumsum(wrong) - wrong
+    return float((right * (wrong_below + wrong / 2)).sum() / pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def evaluate(labels: Collection[Label]) -> ScoreMetrics:
     )
 
 
-def _arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
+def _to_arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
     x = np.asarray(values, dtype=np.float64)
     if weights is None:
         weights = np.ones(x.size)

@@ -32,39 +32,38 @@ MAX_TOOL_INTERVALS = 64
 class Row:
     """Tokens to train on, in the order of the model's context.
 
-    ``blocks``, ``rest``: the token ids, as full blocks and what follows them. ``parts``: number of tokens that a turn's
-    prompt adds and number of tokens that the turn generates, for each turn. ``generated_logprobs``: of each generated
-    token. ``spans``: weight versions of the generated tokens.
+    ``full_blocks``, ``last_tokens``: the token ids, in blocks and after them. ``turn_lengths``: for each turn, the
+    number of tokens that its prompt adds, and that it generates. ``spans``: weight versions of the generated tokens.
     """
 
-    blocks: list[bytes] = field(default_factory=list)
-    rest: "array[int]" = field(default_factory=lambda: array("i"))
-    parts: "array[int]" = field(default_factory=lambda: array("i"))
+    full_blocks: list[bytes] = field(default_factory=list)
+    last_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    turn_lengths: "array[int]" = field(default_factory=lambda: array("i"))
     generated_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     spans: VersionSpans = ()
 
     def __len__(self) -> int:
-        return BLOCK_TOKENS * len(self.blocks) + len(self.rest)
+        return BLOCK_TOKENS * len(self.full_blocks) + len(self.last_tokens)
 
     @property
     def num_generated(self) -> int:
-        return sum(self.parts[1::2])
+        return sum(generated for _, generated in self._added_and_generated())
 
     @property
     def token_ids(self) -> "array[int]":
-        return array("i", b"".join(self.blocks)) + self.rest
+        return array("i", b"".join(self.full_blocks)) + self.last_tokens
 
     @property
     def mask(self) -> bytes:
         """1 for each token that the policy has generated, 0 for tokens of prompts and tool results."""
-        return b"".join(bytes(added) + b"\1" * generated for added, generated in self._turns())
+        return b"".join(b"\0" * added + b"\1" * generated for added, generated in self._added_and_generated())
 
     @property
     def logprobs(self) -> "array[float]":
         """Log-prob of each token, 0 where the mask is 0."""
         logprobs = array("f")
         start = 0
-        for added, generated in self._turns():
+        for added, generated in self._added_and_generated():
             logprobs.frombytes(bytes(TOKEN_BYTES * added))
             logprobs += self.generated_logprobs[start : start + generated]
             start += generated
@@ -73,38 +72,40 @@ class Row:
     @property
     def size_bytes(self) -> int:
         """Memory of the row without its blocks."""
-        numbers = len(self.rest) + len(self.parts) + len(self.generated_logprobs)
+        numbers = len(self.last_tokens) + len(self.turn_lengths) + len(self.generated_logprobs)
         # A list has 8 bytes for each of its blocks.
-        return ROW_BYTES + TOKEN_BYTES * numbers + 8 * len(self.blocks)
+        return ROW_BYTES + TOKEN_BYTES * numbers + 8 * len(self.full_blocks)
 
     def is_prefix_of(self, tokens: "array[int]", blocks: list[bytes]) -> bool:
         """Return whether ``tokens``, whose full blocks are ``blocks``, begin with this row."""
-        # The last tokens first: a session that rewrites its history has many rows.
-        begin = BLOCK_TOKENS * len(self.blocks)
-        return tokens[begin : len(self)] == self.rest and blocks[: len(self.blocks)] == self.blocks
+        # A session that rewrites its history has many rows, and mostly their last tokens already differ.
+        num_blocks = len(self.full_blocks)
+        ends_alike = tokens[BLOCK_TOKENS * num_blocks : len(self)] == self.last_tokens
+        return ends_alike and blocks[:num_blocks] == self.full_blocks
 
-    def cut(self, generated: int) -> None:
-        """Keep the tokens up to generated token number ``generated``, and drop all later tokens."""
-        if self.num_generated <= generated:
+    def cut(self, max_generated: int) -> None:
+        """Keep the tokens up to generated token number ``max_generated``."""
+        if self.num_generated <= max_generated:
             return
-        left = generated
-        parts = array("i")
-        for added, answered in self._turns():
-            if left:
-                kept = min(answered, left)
-                parts.extend((added, kept))
-                left -= kept
+        remaining = max_generated
+        turn_lengths = array("i")
+        for added, generated in self._added_and_generated():
+            if not remaining:
+                break
+            kept = min(generated, remaining)
+            turn_lengths.extend((added, kept))
+            remaining -= kept
 
-        end = sum(parts)
-        full = end // BLOCK_TOKENS
-        self.rest = self.token_ids[BLOCK_TOKENS * full : end]
-        self.parts = parts
-        del self.blocks[full:]
-        del self.generated_logprobs[generated:]
-        self.spans = extend_spans(self.spans, 0, generated)
+        num_tokens = sum(turn_lengths)
+        num_blocks = num_tokens // BLOCK_TOKENS
+        self.last_tokens = self.token_ids[BLOCK_TOKENS * num_blocks : num_tokens]
+        self.turn_lengths = turn_lengths
+        del self.full_blocks[num_blocks:]
+        del self.generated_logprobs[max_generated:]
+        self.spans = extend_spans(self.spans, 0, max_generated)
 
-    def _turns(self) -> Iterator[tuple[int, int]]:
-        return zip(self.parts[::2], self.parts[1::2], strict=True)
+    def _added_and_generated(self) -> Iterator[tuple[int, int]]:
+        return zip(self.turn_lengths[::2], self.turn_lengths[1::2], strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Session:
         self.row_tokens = 0
         """Tokens of all rows, as they are read."""
         self._blocks: dict[bytes, bytes] = {}
-        """The blocks of all rows, by their content."""
+        """Each block of the rows by itself, so that rows with an equal block share the object."""
         self._row_bytes = 0
         """Memory of the rows without their blocks."""
         self.turns = 0
@@ -179,7 +180,8 @@ class Session:
         """Return the seconds since the first turn began, up to the session's end."""
         if self.started_at is None:
             return 0.0
-        return (now if self.ended_at is None else self.ended_at) - self.started_at
+        end = now if self.ended_at is None else self.ended_at
+        return end - self.started_at
 
     def begin_turn(self, now: float) -> None:
         """Count a new request.
@@ -228,15 +230,15 @@ class Session:
 
     def cut(self, tokens: int) -> None:
         """Keep the first ``tokens`` generated tokens of all rows together, in the order of the rows."""
-        left = tokens
-        kept = []
+        remaining = tokens
+        kept_rows = []
         for row in self.rows:
-            if left <= 0:
+            if remaining <= 0:
                 break
-            row.cut(left)
-            left -= row.num_generated
-            kept.append(row)
-        self._set_rows(kept)
+            row.cut(remaining)
+            remaining -= row.num_generated
+            kept_rows.append(row)
+        self._set_rows(kept_rows)
 
     def drop_rows(self) -> None:
         """Free the memory of a session that is not returned."""
@@ -245,7 +247,7 @@ class Session:
     def _set_rows(self, rows: list[Row]) -> None:
         self.rows = rows
         self.row_tokens = sum(len(row) for row in rows)
-        self._blocks = {block: block for row in rows for block in row.blocks}
+        self._blocks = {block: block for row in rows for block in row.full_blocks}
         self._row_bytes = sum(row.size_bytes for row in rows)
 
     def _add_tool_interval(self, begin: float, end: float) -> None:
@@ -255,14 +257,16 @@ class Session:
     def _add_to_rows(self, turn: FinishedTurn) -> None:
         prompt = array("i", turn.prompt_token_ids)
         tokens = prompt + array("i", turn.token_ids)
-        full = len(tokens) // BLOCK_TOKENS
+        num_blocks = len(tokens) // BLOCK_TOKENS
         packed = tokens.tobytes()
+        block_size = BLOCK_TOKENS * TOKEN_BYTES
         blocks = []
-        for start in range(0, full * BLOCK_TOKENS * TOKEN_BYTES, BLOCK_TOKENS * TOKEN_BYTES):
-            block = packed[start : start + BLOCK_TOKENS * TOKEN_BYTES]
+        for start in range(0, num_blocks * block_size, block_size):
+            block = packed[start : start + block_size]
+            # If another row has the same block, share it.
             blocks.append(self._blocks.setdefault(block, block))
 
-        # The newest row first: histories mostly grow at their end.
+        # Extend the newest row that the prompt begins with, or begin a row.
         for row in reversed(self.rows):
             if len(row) <= len(prompt) and row.is_prefix_of(tokens, blocks):
                 self._row_bytes -= row.size_bytes
@@ -273,9 +277,9 @@ class Session:
 
         added = len(prompt) - len(row)
         self.row_tokens += len(tokens) - len(row)
-        row.blocks = blocks
-        row.rest = tokens[full * BLOCK_TOKENS :]
-        row.parts.extend((added, len(turn.token_ids)))
+        row.full_blocks = blocks
+        row.last_tokens = tokens[num_blocks * BLOCK_TOKENS :]
+        row.turn_lengths.extend((added, len(turn.token_ids)))
         row.generated_logprobs.extend(turn.logprobs)
         row.spans = append_spans(row.spans, turn.spans)
         self._row_bytes += row.size_bytes

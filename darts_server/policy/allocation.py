@@ -29,7 +29,7 @@ MAX_DEBT = 2**24
 BROWNOUT_SHARE = 0.5
 """Share of the queue where redundancy begins to fall. A short peak changes no group."""
 RELIEF = 0.5
-"""Gap between falling and rising redundancy, as a share of ``start``, so that it does not change with every group."""
+"""Gap between falling and rising redundancy, as a share of ``start``."""
 BELOW_HALF = math.nextafter(0.5, 0)
 
 
@@ -54,9 +54,10 @@ def allocate_evenly(mean: float, groups: int, carried: float = 0.0) -> tuple[lis
     """
     counts = []
     for _ in range(groups):
-        wanted = mean + carried
-        counts.append(math.floor(wanted + 0.5))
-        carried = wanted - counts[-1]
+        exact = mean + carried
+        count = math.floor(exact + 0.5)
+        carried = exact - count
+        counts.append(count)
     return counts, carried
 
 
@@ -72,14 +73,13 @@ def allocate_by_std(
     The weights are (x - min + 1) / (max - min), as in the paper's public code, or all one if all stds are equal. An
     unknown std (None) counts as the mean of the known stds.
     """
-    # A std that is None is NaN as a float.
-    x = np.array(stds, dtype=np.float64)
-    x[np.isnan(x)] = _mean([std for std in stds if std is not None])
-    spread = float(np.ptp(x)) if x.size else 0.0
-    weights = np.ones(x.size)
+    mean_known = _mean([std for std in stds if std is not None])
+    known = np.array([mean_known if std is None else std for std in stds], dtype=np.float64)
+    spread = float(np.ptp(known)) if known.size else 0.0
+    weights = np.ones(known.size)
     # A smaller spread cannot be divided by. As it vanishes, the ratios of the weights tend to 1.
     if spread > np.finfo(float).tiny:
-        weights = (x - x.min() + 1) / spread
+        weights = (known - known.min() + 1) / spread
     return allocate(weights, budget, low, high)
 
 
@@ -93,7 +93,7 @@ def allocate(
 
         min sum_i w_i / m_i   subject to   sum_i m_i = budget,   low <= m_i <= high.
 
-    The terms are convex in m_i, so `allocate_by_gain` is exact. A larger weight never gets fewer candidates.
+    A larger weight never gets fewer candidates.
 
     Args:
         weights: above 0.
@@ -101,7 +101,9 @@ def allocate(
     """
     w = np.asarray(weights, dtype=np.float64)
     m = np.arange(low, high)
-    return allocate_by_gain(w[:, None] / (m * (m + 1)), budget, low, w)
+    # The gain of candidate m + 1 is w / m - w / (m + 1).
+    gains = w[:, None] / (m * (m + 1))
+    return allocate_by_gain(gains, budget, low, preference=w)
 
 
 def allocate_by_gain(
@@ -120,19 +122,20 @@ def allocate_by_gain(
         gains: element [i, k] is the gain of the candidate after the first ``low + k`` candidates of prompt i.
         budget: candidates of all prompts together, clipped to [N * low, N * high].
     """
-    prompts = len(gains)
-    extra = min(max(budget - low * prompts, 0), gains.size)
-    if not extra:
-        return [low] * prompts
+    num_prompts = len(gains)
+    num_extra = min(max(budget - low * num_prompts, 0), gains.size)
+    if not num_extra:
+        return [low] * num_prompts
 
-    smallest = np.partition(gains, gains.size - extra, axis=None)[gains.size - extra]
-    counts = (gains > smallest).sum(axis=1)
+    smallest_gain = np.partition(gains, gains.size - num_extra, axis=None)[gains.size - num_extra]
+    extra_counts = (gains > smallest_gain).sum(axis=1)
 
     # Of the candidates with exactly this gain, take as many as are missing.
-    prompt, given = np.nonzero(gains == smallest)
-    first = np.lexsort((prompt, -preference[prompt], given))[: extra - int(counts.sum())]
-    counts += low + np.bincount(prompt[first], minlength=prompts)
-    return [int(count) for count in counts]
+    num_missing = num_extra - int(extra_counts.sum())
+    prompts, places = np.nonzero(gains == smallest_gain)
+    order = np.lexsort((prompts, -preference[prompts], places))
+    extra_counts += np.bincount(prompts[order[:num_missing]], minlength=num_prompts)
+    return [low + int(count) for count in extra_counts]
 
 
 # --- single requests --------------------------------------------------------
@@ -185,24 +188,25 @@ class ShadowPrice:
         if std is None:
             stds = np.append(stds, _mean(self.recent))
 
-        # With s = 1 / sqrt(mu), the mean of clip(s * root, low, high) is a piecewise linear, increasing function of s.
-        # Its slope changes where a root leaves `low` and where it reaches `high`. The target is interpolated between
-        # the sums at these points.
+        # Each request of the cohort gets clip(scale * root, low, high) candidates, where scale = 1 / sqrt(mu). The sum
+        # is a piecewise linear, increasing function of the scale. Its slope changes where a root leaves `low` and where
+        # it reaches `high`. The wanted sum is interpolated between the sums at these points.
         roots = np.sqrt(stds - stds.min() + 1)
-        wanted = min(max(target + self.debt / DEBT_HORIZON, low), high)
+        wanted_mean = min(max(target + self.debt / DEBT_HORIZON, low), high)
         bends = np.concatenate([low / roots, high / roots])
         order = np.argsort(bends)
         bends = bends[order]
         slopes = np.cumsum(np.concatenate([roots, -roots])[order])[:-1]
         sums = low * roots.size + np.concatenate([[0.0], np.cumsum(slopes * np.diff(bends))])
-        scale = float(np.interp(wanted * roots.size, sums, bends))
-        share = min(max(scale * float(roots[-1]), low), high)
+        scale = float(np.interp(wanted_mean * roots.size, sums, bends))
 
-        # The remainder of rounding is added to the next request's share, so that the mean is kept.
-        m = min(max(math.floor(share + self.carry + 0.5), low), high)
-        self.carry = min(max(self.carry + share - m, -0.5), BELOW_HALF)
-        self.debt += target - m
-        return m
+        # The last of `stds` is this request. The remainder of rounding is added to the next request's candidates, so
+        # that the mean is kept.
+        exact = min(max(scale * float(roots[-1]), low), high)
+        candidates = min(max(math.floor(exact + self.carry + 0.5), low), high)
+        self.carry = min(max(self.carry + exact - candidates, -0.5), BELOW_HALF)
+        self.debt += target - candidates
+        return candidates
 
 
 def _mean(stds: Sequence[float]) -> float:
@@ -233,12 +237,12 @@ class Brownout:
     def scale_at(self, waiting: int) -> float:
         if self._end <= self._start:
             return 1.0
-        # The scale falls at once to the line from ``start`` to ``end``. It rises only to a lower line, where fewer
-        # candidates wait by the gap `RELIEF`.
+        # The scale falls at once to the line from `start` to `end`. It rises only to a lower line, so that it does not
+        # change with every group.
         width = self._end - self._start
-        falling = min(max((self._end - waiting) / width, 0.0), 1.0)
-        rising = (self._end - (waiting + RELIEF * self._start)) / width
-        return min(max(self.scale, rising), falling)
+        highest = min(max((self._end - waiting) / width, 0.0), 1.0)
+        lowest = (self._end - (waiting + RELIEF * self._start)) / width
+        return min(max(self.scale, lowest), highest)
 
     def update(self, waiting: int) -> float:
         """Store and return `scale_at`. The stored scale delays the next rise."""

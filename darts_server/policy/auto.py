@@ -13,7 +13,6 @@ only the needed prompts, and continues with the faster kind.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
 from statistics import median
 
 from darts_server.estimates.checks import LARGEST, check_count, check_length, check_number
@@ -160,18 +159,18 @@ def choose_ahead(
     if limits.most_stale > 0 and offered > needed:
         extra = round(state.share * (offered - needed))
     started = min(needed, offered) + extra
-    relative = state.relative_time
+    relative_time = state.relative_time
     why = ""
     is_test = False
     if extra and (1 - state.ending_last) * offered < needed:
         # Too few groups end before the last groups, so the batch would have to wait for the last groups anyway.
         started = needed
         why = f"; {state.ending_last:.0%} of the groups end together, so that running ahead saves nothing"
-    elif extra and relative is not None:
+    elif extra and relative_time is not None:
         margin = 0.0 if state.prefers_ahead else MARGIN
-        prefers_ahead = relative < 1 - margin
-        is_test = _is_test(limits, state, relative, prefers_ahead)
-        why = f"; running ahead takes {relative:.2f} of the time"
+        prefers_ahead = relative_time < 1 - margin
+        is_test = _should_test_slower(limits, state, relative_time, prefers_ahead)
+        why = f"; running ahead takes {relative_time:.2f} of the time"
         if is_test:
             why += ", tested"
         # A test runs the kind that is not preferred.
@@ -182,22 +181,23 @@ def choose_ahead(
     return AheadChoice(needed, offered, started, reason, is_test)
 
 
-def _is_test(
+def _should_test_slower(
     limits: AutoLimits,
     state: AheadState,
-    relative: float,
+    relative_time: float,
     prefers_ahead: bool,
 ) -> bool:
-    """Return whether the batch tests the kind that is expected to be slower."""
     # A test that has begun goes on.
     if state.tested % TEST_BATCHES:
         return True
     # The time without running ahead is only estimated, and may be shorter than running ahead.
-    if prefers_ahead and not state.alone and relative > CLEAR:
+    if prefers_ahead and not state.alone and relative_time > CLEAR:
         return True
-    slower = state.alone if prefers_ahead else state.ahead
-    last_measured = slower[-1][0] if slower else 0
-    is_near = 1 / NEAR < relative < NEAR
+    slower_measured = state.alone if prefers_ahead else state.ahead
+    last_measured = 0
+    if slower_measured:
+        last_measured, _ = slower_measured[-1]
+    is_near = 1 / NEAR < relative_time < NEAR
     is_old = state.batches - last_measured >= LONGEST_UNMEASURED
     is_allowed = state.tested + TEST_BATCHES <= limits.exploration * (state.batches + 1)
     return is_allowed and (is_near or is_old)
@@ -228,21 +228,24 @@ def learn_ahead(
     if choice.runs_ahead or not could_run_ahead:
         factor = MOST_CHANGE
         if outcome.stale:
-            factor = min(max(limits.most_stale * outcome.returned / outcome.stale, LEAST_CHANGE), MOST_CHANGE)
+            allowed_stale = limits.most_stale * outcome.returned
+            factor = min(max(allowed_stale / outcome.stale, LEAST_CHANGE), MOST_CHANGE)
         state = replace(state, share=min(max(state.share * factor, FEWEST_AHEAD), 1.0))
     if not outcome.alone:
         return state
 
     alone_seconds = max(outcome.alone)
-    last = sum(seconds >= (1 - MARGIN) * alone_seconds for seconds in outcome.alone)
-    state = replace(state, ending_last=(state.ending_last + last / len(outcome.alone)) / 2)
+    num_ending_last = sum(seconds >= (1 - MARGIN) * alone_seconds for seconds in outcome.alone)
+    state = replace(state, ending_last=(state.ending_last + num_ending_last / len(outcome.alone)) / 2)
 
     # After a change, the batch resumes what the other kind has carried over, so its time is not typical.
     if has_changed or not outcome.seconds or outcome.generated <= 0:
         return state
     # A batch that runs ahead returns tokens that earlier batches have generated, so the times per token are compared.
-    time = (outcome.seconds / outcome.generated) / (alone_seconds / outcome.returned)
-    measured = (state.batches, exp(min(max(log(time), -log(LONGEST)), log(LONGEST))))
+    seconds_per_token = outcome.seconds / outcome.generated
+    alone_seconds_per_token = alone_seconds / outcome.returned
+    relative_time = min(max(seconds_per_token / alone_seconds_per_token, 1 / LONGEST), LONGEST)
+    measured = (state.batches, relative_time)
     if choice.runs_ahead:
         return replace(state, ahead=(*state.ahead, measured)[-KEPT:])
     return replace(state, alone=(*state.alone, measured)[-KEPT:])

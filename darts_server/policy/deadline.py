@@ -52,40 +52,35 @@ class Deadline:
     recent: int | None = None
 
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
-        """Compute the deadline in tokens from the completion lengths so far of a cohort of ``groups``.
-
-        Unknown lengths count as longest. None while too few are known.
-        """
+        """Return the deadline in tokens of a cohort of ``groups``, or None while too few lengths are known."""
         tokens = self.quantile_of(completion_lengths, groups)
         if tokens is None:
             return None
         return self._multiply(tokens)
 
     def quantile_of(self, completion_lengths: Iterable[int], groups: int) -> int | None:
-        """Return the quantile in tokens before it is multiplied; see `from_lengths`."""
+        # Unknown lengths count as longest.
         rank = ceil(self.quantile * groups - ROUNDING)
-        known = sorted(completion_lengths)
-        if not 0 < rank <= len(known):
+        known_lengths = sorted(completion_lengths)
+        if not 0 < rank <= len(known_lengths):
             return None
-        return known[rank - 1]
+        return known_lengths[rank - 1]
 
-    def without_others(self, completion_lengths: Collection[int], others: int) -> int | None:
-        """Return the deadline in tokens if ``others`` groups have no completion length.
-
-        If more than a quarter of the groups are others, the quantile is that of earlier groups, or of the known lengths
-        if it is longer. The more others, the later is the deadline, because they may need long answers. None if there
-        are too many others, and no earlier groups.
-        """
-        known = len(completion_lengths)
-        groups = known + others
-        if known >= MIN_KNOWN * groups:
-            return self.from_lengths(completion_lengths, known)
+    def from_known_lengths(self, completion_lengths: Collection[int], num_unknown: int) -> int | None:
+        """Return the deadline in tokens if ``num_unknown`` other groups never have a completion length."""
+        num_known = len(completion_lengths)
+        num_groups = num_known + num_unknown
+        if num_known >= MIN_KNOWN * num_groups:
+            return self.from_lengths(completion_lengths, num_known)
         if self.recent is None:
             return None
-        tokens = max(self.recent, self.quantile_of(completion_lengths, known) or 0)
-        # The share of known lengths at which the extension is `MAX_EXTENSION`.
-        least = MIN_KNOWN / MAX_EXTENSION ** (1 / EXTENSION_POWER)
-        extension = max(1.0, float((MIN_KNOWN / max(known / groups, least)) ** EXTENSION_POWER))
+        # The known lengths alone would be too short a sample, so earlier groups decide, unless the lengths are longer.
+        tokens = max(self.recent, self.quantile_of(completion_lengths, num_known) or 0)
+        # The more lengths are unknown, the later is the deadline, because these groups may need long answers.
+        known_share = num_known / num_groups
+        extension = MAX_EXTENSION
+        if known_share > 0:
+            extension = min(max((MIN_KNOWN / known_share) ** EXTENSION_POWER, 1.0), MAX_EXTENSION)
         return self._multiply(tokens, extension)
 
     def cut_length_of(self, tokens: int) -> int:
@@ -123,7 +118,7 @@ class CohortDeadline:
         """The cut length in tokens if all groups without a reported need turn out to need more than the cut length."""
         self._rule = rule
         # Groups that have reported their need, or still may.
-        self._groups = groups
+        self._num_groups = groups
         self._reported: set[object] = set()
         # In order: with thousands of groups, a report must not sort them.
         self._needs: list[int] = []
@@ -144,14 +139,14 @@ class CohortDeadline:
 
     def add_group(self) -> None:
         """Count one more group, which has just started."""
-        self._groups += 1
+        self._num_groups += 1
         self._update()
 
     def remove(self, group: object) -> None:
         """Remove a group that has ended. Its need still counts if it was reported."""
         self._minimums.pop(group, None)
         if group not in self._reported:
-            self._groups -= 1
+            self._num_groups -= 1
             self._update()
 
     def _update(self) -> None:
@@ -160,15 +155,16 @@ class CohortDeadline:
         if rule is None or self.tokens is not None:
             return
         self.pending_cut_length = None
-        # Return early while too few needs are known. The number is one lower, so that rounding does no harm.
-        fewest = min(rule.quantile, MIN_KNOWN) * self._groups - 1
-        if rule.recent is None and len(self._needs) < fewest:
+        # Without earlier groups, a deadline needs this many needs. Return early, because sorting them at each report
+        # would be slow. The number is one lower, so that rounding does no harm.
+        min_needs = min(rule.quantile, MIN_KNOWN) * self._num_groups - 1
+        if rule.recent is None and len(self._needs) < min_needs:
             return
-        self.tokens = rule.from_lengths(self._needs, self._groups)
+        self.tokens = rule.from_lengths(self._needs, self._num_groups)
         if self.tokens is not None:
             return
-        others = self._groups - len(self._needs)
-        tokens = rule.without_others(self._needs, others)
+        num_unknown = self._num_groups - len(self._needs)
+        tokens = rule.from_known_lengths(self._needs, num_unknown)
         if tokens is None:
             return
 
@@ -176,7 +172,7 @@ class CohortDeadline:
         # certain for all other groups, the deadline is known while they still run.
         cut_length = rule.cut_length_of(tokens)
         minimums = self._minimums.values()
-        if len(minimums) == others and all(minimum is None or minimum > cut_length for minimum in minimums):
+        if len(minimums) == num_unknown and all(minimum is None or minimum > cut_length for minimum in minimums):
             self.tokens = tokens
         else:
             self.pending_cut_length = cut_length
@@ -204,27 +200,23 @@ class RecentCompletionLengths:
         self._lengths.append(tokens)
 
     def deadline(self, rule: Deadline) -> int | None:
-        """Return the deadline of the next group, or None while fewer than `MIN_GROUPS` groups are known.
-
-        The more groups were cut, the later is the deadline. If fewer than `MIN_GROUPS` were not cut, there is none, so
-        that groups show their lengths again.
-        """
+        """Return the deadline of the next group in tokens, or None while too few groups are known."""
         if len(self._lengths) < MIN_GROUPS:
             return None
-        known = self._uncut()
-        tokens = rule.from_lengths(known, len(self._lengths))
+        uncut = self._uncut()
+        tokens = rule.from_lengths(uncut, len(self._lengths))
         if tokens is None:
-            # Too many groups were cut.
+            # Too many groups were cut. If fewer than `MIN_GROUPS` were not, there is no deadline, so that groups show
+            # their lengths again.
             rule = replace(rule, recent=self.quantile(rule))
-            tokens = rule.without_others(known, len(self._lengths) - len(known))
+            tokens = rule.from_known_lengths(uncut, len(self._lengths) - len(uncut))
         return tokens
 
     def quantile(self, rule: Deadline) -> int | None:
-        """Return the quantile of groups that were not cut, before it is multiplied, or None below `MIN_GROUPS`."""
-        known = self._uncut()
-        if len(known) < MIN_GROUPS:
+        uncut = self._uncut()
+        if len(uncut) < MIN_GROUPS:
             return None
-        return rule.quantile_of(known, len(known))
+        return rule.quantile_of(uncut, len(uncut))
 
     def _uncut(self) -> list[int]:
         return [tokens for tokens in self._lengths if tokens]

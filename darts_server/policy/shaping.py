@@ -102,13 +102,13 @@ class Shaping:
         """Whether callers that take groups of any size get all survivors by default."""
         return self.prunes and self.sample_survivors
 
-    def bounds(self, size: int) -> tuple[int, int]:
+    def candidate_limits(self, size: int) -> tuple[int, int]:
         """Return M_low and M_up for a group of ``size``."""
-        highest = self.max_redundancy
+        max_redundancy = self.max_redundancy
         if not self.is_uneven and self.budget is BudgetKind.FIXED:
             # All prompts get the same number, so no limit applies.
-            highest = max(highest, self.redundancy)
-        return size, max(size, floor(highest * size + 0.5))
+            max_redundancy = max(max_redundancy, self.redundancy)
+        return size, max(size, floor(max_redundancy * size + 0.5))
 
     def candidates(self, size: int) -> int:
         """Return M' = redundancy * M, rounded half up."""
@@ -125,11 +125,12 @@ class Shaping:
             mean = cv_log_mean(length_std, length_mean, size)
         elif self.is_uneven:
             mean = self.redundancy * size
-        return min(mean, self.bounds(size)[1])
+        return min(mean, self.candidate_limits(size)[1])
 
     def is_saturated(self, size: int, candidates: int) -> bool:
         """Whether the group of a prompt with so many allocated candidates does not wait for its tail."""
-        return self.adaptive and candidates >= self.bounds(size)[1] > size
+        _, max_candidates = self.candidate_limits(size)
+        return self.adaptive and candidates >= max_candidates > size
 
     def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:
         """Build the selection rule for a group of ``size``.
@@ -139,7 +140,7 @@ class Shaping:
         """
         # A pruned group must get more candidates than it returns.
         if self.pruning is not None and self.pruning.prunes:
-            if self.adaptive and self.bounds(size)[1] == size:
+            if self.adaptive and self.candidate_limits(size)[1] == size:
                 raise InvalidRequest(
                     "n",
                     f"no prompt may get more than the {size} candidates that are returned, so none can be pruned; "
@@ -158,30 +159,32 @@ class Shaping:
         if self.sample_survivors:
             return SampledSurvivors(size)
         if self.completion_share is not None:
-            place = ceil(self.completion_share * size - ROUNDING)
-            return CutTail(place, size - place, completion_rank=place)
+            # All candidates are returned, and the deadline waits for the shortest.
+            num_awaited = ceil(self.completion_share * size - ROUNDING)
+            return CutTail(num_awaited, size - num_awaited, completion_rank=num_awaited)
 
-        longest = self.num_longest
-        shortest = size - longest
-        if shortest < 1:
+        num_longest = self.num_longest
+        num_shortest = size - num_longest
+        if num_shortest < 1:
             raise InvalidRequest(
                 "n",
-                f"the tail alone takes num_longest = {longest} trajectories, so n must be larger than that, "
+                f"the tail alone takes num_longest = {num_longest} trajectories, so n must be larger than that, "
                 f"got {size}; raise n, or lower --num-longest",
             )
 
         # All candidates are returned, and none is stopped or cut: nothing is selected by its length.
-        if longest == 0 and self.bounds(size)[1] == size and self.deadline is None and self.pruning is None:
+        _, max_candidates = self.candidate_limits(size)
+        if num_longest == 0 and max_candidates == size and self.deadline is None and self.pruning is None:
             return InOrder(size)
         # The tail of a saturated prompt is so long that only the shortest are returned (DARTS, variance-guided tail
         # pruning). A deadline limits the wait for any tail, so with a deadline this is not needed.
-        if longest == 0 or (saturated and self.deadline is None):
+        if num_longest == 0 or (saturated and self.deadline is None):
             return DualEnd(size)
         if self.deadline is not None:
-            return CutTail(shortest, longest)
+            return CutTail(num_shortest, num_longest)
         if self.tail is Tail.SAMPLED:
-            return SampledTail(shortest, longest)
-        return DualEnd(shortest, longest)
+            return SampledTail(num_shortest, num_longest)
+        return DualEnd(num_shortest, num_longest)
 
 
 def build_policies(

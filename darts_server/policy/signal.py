@@ -24,13 +24,10 @@ UNINFORMATIVE = 0.2
 
 
 def signal_chances(posteriors: Sequence[Beta], candidates: int) -> list[float]:
-    """Compute the probability of signal of a group of so many candidates, for each prompt.
-
-    It is 1 - B(a + n, b) / B(a, b) - B(a, b + n) / B(a, b), summed up from the gains of single candidates. Differences
-    of log-gammas would lose all digits for large parameters.
-    """
+    """Compute the probability of signal of a group of so many candidates, for each prompt."""
+    # The closed form, 1 - B(a + n, b) / B(a, b) - B(a, b + n) / B(a, b), would lose all digits for large parameters.
     chances = np.zeros(len(posteriors))
-    for gain in _gains(posteriors, candidates):
+    for gain in _signal_gains(posteriors, candidates):
         chances += gain
     return [float(chance) for chance in chances]
 
@@ -43,25 +40,26 @@ def allocate_by_signal(
 ) -> list[int]:
     """Compute the candidates of each prompt that maximise the expected number of groups with signal.
 
-    Between ``low`` and ``high`` candidates each, ``budget`` in all, as far as the limits allow. The result is exact:
-    candidate n + 1 adds E[p^n (1 - p)] + E[(1 - p)^n p], which falls with n, so the objective is a sum of concave
-    functions, and the largest gains are also the first of their prompts. Hopeless and saturated prompts get ``low``.
+    Between ``low`` and ``high`` candidates each, ``budget`` in all, as far as the limits allow. The result is exact,
+    because the gains of a prompt fall: candidate n + 1 adds E[p^n (1 - p)] + E[(1 - p)^n p].
     """
-    # Gains of the candidates from ``low`` + 1 to ``high``, one array for each.
-    columns = list(islice(_gains(posteriors, high), low - 1, None))
+    # The first gain is that of candidate 2. Keep the gains of the candidates from `low` + 1 to `high`.
+    columns = list(islice(_signal_gains(posteriors, high), low - 1, None))
     gains = np.zeros((len(posteriors), 0))
     if columns:
         gains = np.stack(columns, axis=1)
-    return allocate_by_gain(gains, budget, low, np.zeros(len(posteriors)))
+    no_preference = np.zeros(len(posteriors))
+    return allocate_by_gain(gains, budget, low, no_preference)
 
 
-def _gains(posteriors: Sequence[Beta], candidates: int) -> Iterator[Floats]:
+def _signal_gains(posteriors: Sequence[Beta], candidates: int) -> Iterator[Floats]:
     """Yield, for n from 1 to before ``candidates``, the probability that candidate n + 1 is the first that differs."""
     parameters = np.asarray(posteriors, dtype=np.float64).reshape(-1, 2)
     right = parameters[:, 0]
     wrong = parameters[:, 1]
     total = right + wrong
-    # E[p^n] and E[(1 - p)^n].
+    # E[p^n] and E[(1 - p)^n], the probabilities that the first n answers are all right or all wrong. After n right
+    # answers, the pass rate is Beta(right + n, wrong).
     all_right = right / total
     all_wrong = wrong / total
     for n in range(1, candidates):

@@ -45,14 +45,14 @@ class Pruning:
 
     def fit(self, qualities: Sequence[float] | Floats) -> "SurvivalCurve":
         """Fit survival to recent q, at least one, such that its mean is the keep ratio."""
-        # The mean rises with delta from p_min to p_max, so bisection finds delta.
-        pull = self.keep_ratio - BALANCE_STRENGTH * np.asarray(qualities, dtype=np.float64)
-        low = MIN_SURVIVAL - float(pull.max())
-        high = MAX_SURVIVAL - float(pull.min())
+        # The mean rises with the shift from p_min to p_max, so bisection finds the shift.
+        unshifted = self.keep_ratio - BALANCE_STRENGTH * np.asarray(qualities, dtype=np.float64)
+        low = MIN_SURVIVAL - float(unshifted.max())
+        high = MAX_SURVIVAL - float(unshifted.min())
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            mean = float(np.clip(pull + middle, MIN_SURVIVAL, MAX_SURVIVAL).mean())
-            if mean < self.keep_ratio:
+            mean_survival = float(np.clip(unshifted + middle, MIN_SURVIVAL, MAX_SURVIVAL).mean())
+            if mean_survival < self.keep_ratio:
                 low = middle
             else:
                 high = middle
@@ -67,8 +67,7 @@ class SurvivalCurve:
     shift: float
 
     def survival(self, quality: float) -> float:
-        """Return the probability p to keep a trajectory of this ``quality`` (q)."""
         if not self.pruning.prunes:
             return 1.0
-        pull = self.pruning.keep_ratio + self.shift - BALANCE_STRENGTH * quality
-        return min(max(pull, MIN_SURVIVAL), MAX_SURVIVAL)
+        unclipped = self.pruning.keep_ratio + self.shift - BALANCE_STRENGTH * quality
+        return min(max(unclipped, MIN_SURVIVAL), MAX_SURVIVAL)

@@ -97,16 +97,15 @@ class RankWeighting:
         cast: int,
         remaining: Sequence[int],
     ) -> WorstCases:
-        # All remaining votes are for the rival, with the best scores. A rank is the number of votes below, and each
-        # pair of votes with a remaining vote adds one to the remaining votes. The ranks of the votes that were cast
-        # stay, and all weights change by the same scale.
-        r = len(remaining)
-        scale = max(cast - 1, 0)
-        pairs = r * cast + Fraction(r * (r - 1), 2)
-        yield (
-            AnswerScore(leader.weight * scale, leader.priority),
-            _with_votes(AnswerScore(rival.weight * scale, rival.priority), pairs, remaining),
-        )
+        # All remaining votes are for the rival, with the best scores, so the ranks of the votes that were cast stay. A
+        # rank is the number of votes with a lower score. A weight is a rank over the largest rank, and that divisor may
+        # be left out, because it is the same for all. So the scores return from weights to sums of ranks.
+        num_remaining = len(remaining)
+        largest_rank = max(cast - 1, 0)
+        remaining_ranks = num_remaining * cast + Fraction(num_remaining * (num_remaining - 1), 2)
+        leader_ranks = AnswerScore(leader.weight * largest_rank, leader.priority)
+        rival_ranks = AnswerScore(rival.weight * largest_rank, rival.priority)
+        yield leader_ranks, _with_votes(rival_ranks, remaining_ranks, remaining)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +124,7 @@ class LogOddsWeighting:
         return [self.weight(vote.score) for vote in votes]
 
     def weight(self, chance: float) -> Fraction:
+        # Each of W wrong answers has the probability (1 - q) / W.
         q = min(max(chance, self.min_chance), self.max_chance)
         return Fraction(math.log(self.wrong_answers * q / (1 - q)))
 
@@ -136,21 +136,22 @@ class LogOddsWeighting:
         remaining: Sequence[int],
     ) -> WorstCases:
         # All remaining votes are for the rival, with the highest q.
-        r = len(remaining)
-        gain = self.weight(self.max_chance)
-        yield leader, _with_votes(rival, r * gain, remaining)
+        num_remaining = len(remaining)
+        heaviest = self.weight(self.max_chance)
+        yield leader, _with_votes(rival, num_remaining * heaviest, remaining)
 
-        # Or all are for the leader, with the lowest q, and count against it. If no other answer has a vote yet, one of
-        # them must be for a rival, because an answer wins only with a vote.
+        # Or all are for the leader, with the lowest q, and count against it.
         loss = min(self.weight(self.min_chance), Fraction(0))
-        if rival is NO_VOTES:
-            yield AnswerScore(leader.weight + (r - 1) * loss, leader.priority), _with_votes(NO_VOTES, gain, remaining)
-        else:
-            yield _with_votes(leader, r * loss, remaining), rival
+        if rival is not NO_VOTES:
+            yield _with_votes(leader, num_remaining * loss, remaining), rival
+            return
+        # An answer wins only with a vote, so the first remaining vote is for the rival.
+        leader_after = AnswerScore(leader.weight + (num_remaining - 1) * loss, leader.priority)
+        yield leader_after, _with_votes(NO_VOTES, heaviest, remaining)
 
 
 def _with_votes(score: AnswerScore, weight: Fraction, remaining: Sequence[int]) -> AnswerScore:
-    """Return the score after votes of this ``weight``, if the first of the ``remaining`` candidates casts one."""
+    # The first of the remaining candidates gives this answer too, and has the best priority among them.
     return AnswerScore(score.weight + weight, max(score.priority, -remaining[0]))
 
 
@@ -203,7 +204,7 @@ def is_decided(votes: Sequence[Vote], remaining: Sequence[int], weighting: Weigh
     if not votes:
         return False
     leader, *rivals = _score_answers(votes, weighting).values()
-    # `NO_VOTES` is the rival that has no vote yet.
+    # An answer that has no vote yet may win too.
     for rival in (NO_VOTES, *rivals):
         for leader_after, rival_after in weighting.worst_cases(leader, rival, len(votes), sorted(remaining)):
             if rival_after > leader_after:
@@ -214,6 +215,7 @@ def is_decided(votes: Sequence[Vote], remaining: Sequence[int], weighting: Weigh
 def _score_answers(votes: Sequence[Vote], weighting: Weighting) -> dict[str, AnswerScore]:
     scores: dict[str, AnswerScore] = {}
     for vote, weight in zip(votes, weighting.weights(votes), strict=True):
-        before = scores.get(vote.answer, NO_VOTES)
-        scores[vote.answer] = AnswerScore(before.weight + weight, max(before.priority, -vote.index))
+        score = scores.get(vote.answer, NO_VOTES)
+        scores[vote.answer] = AnswerScore(score.weight + weight, max(score.priority, -vote.index))
+    # The winner is first.
     return dict(sorted(scores.items(), key=lambda item: item[1], reverse=True))

@@ -53,14 +53,14 @@ class Head:
     def status(self) -> PruningStatus:
         if self._has_diverged:
             return PruningStatus.DIVERGED
-        has_trained = self.steps > 0
-        if len(self._replay) >= self.settings.min_labels:
-            if self._replay.is_one_class:
-                return PruningStatus.ONE_CLASS
-            return PruningStatus.READY if has_trained else PruningStatus.UNTRAINED
+        has_enough_labels = len(self._replay) >= self.settings.min_labels
+        if has_enough_labels and self._replay.is_one_class:
+            return PruningStatus.ONE_CLASS
         # A restored head is trained, but has no labels yet.
-        if has_trained:
+        if self.steps > 0:
             return PruningStatus.READY
+        if has_enough_labels:
+            return PruningStatus.UNTRAINED
         return PruningStatus.FEW_LABELS if len(self._replay) else PruningStatus.NO_LABELS
 
     @property
@@ -90,14 +90,13 @@ class Head:
         if self.steps:
             self._scored.append(Label(self._snapshot.score(feature), target, survival))
         self._replay.add(feature, target, survival)
-        self._standardiser = self._standardiser.after(feature)
+        self._standardiser = self._standardiser.with_feature(feature)
 
     def train(self, steps: int, seconds: float = math.inf) -> int:
         """Make at most ``steps`` steps, start none after ``seconds``, and return the number of steps.
 
-        No step is made with too few labels, or if all labels are equal. Training has diverged if the loss exceeds
-        `MAX_LOSS`, or if a weight is not finite. Then the head returns to its last good snapshot with a new optimiser,
-        no step counts, and scores are the prior until a training succeeds.
+        No step is made with too few labels, or if all labels are equal. After a training that diverged, no step counts,
+        and scores are the prior until a training succeeds.
         """
         started_at = self._clock()
         if len(self._replay) < self.settings.min_labels or self._replay.is_one_class:
@@ -117,6 +116,7 @@ class Head:
         arrays = self._network.arrays()
         self._has_diverged = not (losses[-1] < MAX_LOSS and are_finite(arrays))
         if self._has_diverged:
+            # Return to the last good snapshot, with a new optimiser.
             self._totals = replace(totals, divergences=totals.divergences + 1)
             self._network.load(self._snapshot.arrays, moments=False)
             return 0
@@ -168,9 +168,11 @@ class ReplayBuffer:
 
     @property
     def prior(self) -> float:
-        """Weighted share of positives, with one pseudo-label of each class, so that it is never 0 or 1."""
+        """Weighted share of right labels."""
+        # One more label of each class, so that the share is never 0 or 1.
         count = len(self)
-        return float((self._weights() * self._targets[:count]).sum() + 1) / (count + 2)
+        weighted_right = float((self._weights() * self._targets[:count]).sum())
+        return (weighted_right + 1) / (count + 2)
 
     def add(self, feature: Single, target: float, survival: float) -> None:
         place = self._added % self._targets.size
@@ -182,7 +184,7 @@ class ReplayBuffer:
     def sample(self, size: int) -> tuple[Single, Single, Single]:
         """Sample features [size, width], targets [size] and weights [size], which have mean 1 in the whole buffer."""
         count = len(self)
-        # Number of examples that were added after each example.
+        # Number of examples that were added after each example. The buffer is a ring.
         age = (self._added - 1 - np.arange(count)) % count
         probabilities = np.exp2(-age / self._half_life)
         sampled = self._rng.choice(count, size, p=probabilities / probabilities.sum())
@@ -191,7 +193,6 @@ class ReplayBuffer:
         return self._features[sampled], targets, weights
 
     def _weights(self) -> Floats:
-        """Return weights that make up for pruning."""
         return inverse_propensity_weights(self._survivals[: len(self)])
 
 
@@ -234,7 +235,7 @@ class Network:
         return float(loss.detach())
 
     def arrays(self) -> dict[str, Single]:
-        """Copy weights and moments, by the names of `snapshot.shapes`."""
+        """Copy weights and moments, by the names of `snapshot.array_shapes`."""
         arrays = {}
         for name, parameter in self._parameters.items():
             arrays[name] = parameter.detach().numpy().copy()

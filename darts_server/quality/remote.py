@@ -55,14 +55,14 @@ class RemoteHead:
         self._train = partial(trainer.train, width, self.settings)
         self._on_report = on_report
         # A single tuple, so that a reader in another thread never sees half of a change.
-        self._current: tuple[TrainerReport, Snapshot | None] = (TrainerReport(), None)
+        self._report_and_snapshot: tuple[TrainerReport, Snapshot | None] = (TrainerReport(), None)
 
         # Guards the attributes below.
         self._changed = threading.Condition()
         # The replay buffer would not hold more.
-        self._unsent: deque[Example] = deque(maxlen=self.settings.capacity)
+        self._unsent_examples: deque[Example] = deque(maxlen=self.settings.capacity)
         self._state = b""
-        self._restores = 0
+        self._num_restores = 0
         self._pool: ProcessPoolExecutor | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -91,12 +91,13 @@ class RemoteHead:
 
     @property
     def report(self) -> TrainerReport:
-        return self._current[0]
+        report, _ = self._report_and_snapshot
+        return report
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
         """Score a trajectory by its hidden state after ``position`` tokens, or by the prior, see `Score`."""
         feature = assemble_feature(hidden, position)
-        report, snapshot = self._current
+        report, snapshot = self._report_and_snapshot
         if feature is None:
             return Score(report.prior, None)
         status = self.status
@@ -107,7 +108,7 @@ class RemoteHead:
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         """Add a label for the next training, see `head.Head.learn`."""
         with self._changed:
-            self._unsent.append((hidden, position, target, survival))
+            self._unsent_examples.append((hidden, position, target, survival))
             self._changed.notify_all()
 
     def restore(self, data: bytes) -> None:
@@ -122,21 +123,23 @@ class RemoteHead:
             report = TrainerReport(PruningStatus.READY, steps=snapshot.steps)
         with self._changed:
             # With another number of restores, `_apply` drops the report of a training that runs now.
-            self._restores += 1
+            self._num_restores += 1
             self._state = data
-            self._current = (report, snapshot)
+            self._report_and_snapshot = (report, snapshot)
             if not data:
-                self._unsent.clear()
+                self._unsent_examples.clear()
             self._changed.notify_all()
 
     def _parse_state(self, state: bytes) -> Snapshot | None:
-        return Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
+        if not state:
+            return None
+        return Snapshot.from_bytes(state, self.width, self.settings.hidden)
 
     # --- the process, and the thread that supervises it -----------------------
 
     def _supervise(self) -> None:
         """Train until `close`. Replace a process that dies or hangs, unless it has died too often."""
-        deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
+        death_times: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         while not self._closed:
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), trainer.start_worker)
             try:
@@ -149,15 +152,17 @@ class RemoteHead:
                 if not self._closed:
                     logger.exception("the quality head's trainer failed, or its report could not be handled")
             finally:
-                # Everything worth keeping was in the reports of the process.
+                # The reports of the process had its state, so nothing is lost.
                 self._kill_process()
                 self._pool.shutdown(wait=False)
             if self._closed:
                 return
 
-            deaths.append(time.monotonic())
-            if len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_SECONDS:
-                logger.error("the quality head's trainer died %d times in an hour; it is not restarted", len(deaths))
+            death_times.append(time.monotonic())
+            if len(death_times) > MAX_DEATHS and death_times[-1] - death_times[0] < DEATH_SECONDS:
+                logger.error(
+                    "the quality head's trainer died %d times in an hour; it is not restarted", len(death_times)
+                )
                 self.is_lost = True
                 return
             logger.warning("the quality head's trainer died and is restarted")
@@ -170,31 +175,32 @@ class RemoteHead:
             TimeoutError: it hangs.
         """
         # No number of restores is -1, so a new process gets the newest state first.
-        sent_restores = -1
-        next_training = 0.0
+        restores_sent = -1
+        next_training_at = 0.0
 
-        def has_work(min_labels: int) -> bool:
-            return self._closed or sent_restores != self._restores or len(self._unsent) >= min_labels
+        def has_work(min_examples: int) -> bool:
+            is_state_new = restores_sent != self._num_restores
+            return self._closed or is_state_new or len(self._unsent_examples) >= min_examples
 
         while True:
             with self._changed:
                 # Wait for a label, and then for enough labels or the time of the next training.
-                self._changed.wait_for(lambda: has_work(min_labels=1))
-                pause = max(0.0, next_training - time.monotonic())
-                self._changed.wait_for(lambda: has_work(min_labels=NEW_LABELS), pause)
+                self._changed.wait_for(lambda: has_work(min_examples=1))
+                pause = max(0.0, next_training_at - time.monotonic())
+                self._changed.wait_for(lambda: has_work(min_examples=NEW_LABELS), pause)
                 if self._closed:
                     return
                 # The lock is held while `submit` starts the process, so that `close` finds it. `submit` does not wait,
                 # because a thread sends. If the process has died, `submit` raises, and the labels are kept.
-                if sent_restores != self._restores:
+                if restores_sent != self._num_restores:
                     answer = pool.submit(self._train, self._state, [])
-                    sent_restores = self._restores
+                    restores_sent = self._num_restores
                 else:
-                    answer = pool.submit(self._train, None, list(self._unsent))
-                    self._unsent.clear()
+                    answer = pool.submit(self._train, None, list(self._unsent_examples))
+                    self._unsent_examples.clear()
             report, state = answer.result(ANSWER_SECONDS)
-            next_training = time.monotonic() + self.settings.max_delay
-            self._apply(report, state, sent_restores)
+            next_training_at = time.monotonic() + self.settings.max_delay
+            self._apply(report, state, restores_sent)
 
     def _kill_process(self) -> None:
         # `ProcessPoolExecutor.kill_workers` comes with Python 3.14.
@@ -202,12 +208,14 @@ class RemoteHead:
             for process in list(self._pool._processes.values()):
                 process.kill()
 
-    def _apply(self, report: TrainerReport, state: bytes, restores: int) -> None:
-        """Use a training's report, and its state if it is not empty, unless there was a restore since it began."""
-        snapshot = self._parse_state(state)
+    def _apply(self, report: TrainerReport, state: bytes, restores_sent: int) -> None:
+        """Use a training's report, and its state if it is not empty."""
+        new_snapshot = self._parse_state(state)
         with self._changed:
-            if restores != self._restores:
+            # A restore since the training began makes its report outdated.
+            if restores_sent != self._num_restores:
                 return
-            self._current = (report, snapshot or self._current[1])
+            _, snapshot = self._report_and_snapshot
+            self._report_and_snapshot = (report, new_snapshot or snapshot)
             self._state = state or self._state
         self._on_report(report, state)

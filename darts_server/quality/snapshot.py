@@ -28,7 +28,7 @@ LOGIT_RANGE = 60.0
 """Maximum of a logit, so that ``exp`` cannot overflow."""
 MAX_WEIGHT = 1e6
 """Far above any trained weight. Below it, the logit of any input is a finite float."""
-SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
+WEIGHT_NAMES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """State that torch's Adam keeps for each parameter."""
 _FIRST_LINE = re.compile(rb"darts-quality-head 1 [0-9a-f]{64}\n")
@@ -60,8 +60,8 @@ class Standardiser:
     def blank(width: int) -> "Standardiser":
         return Standardiser(0, np.zeros(width), np.zeros(width))
 
-    def after(self, feature: Single) -> "Standardiser":
-        """Return the statistics after one more feature. After `MEMORY` features, older features fade out."""
+    def with_feature(self, feature: Single) -> "Standardiser":
+        # Welford's update. With a constant count, older features fade out.
         count = min(self.count + 1, MEMORY)
         deviation = feature - self.mean
         mean = self.mean + deviation / count
@@ -81,7 +81,7 @@ class Snapshot:
     """A trained head, which never changes."""
 
     arrays: Mapping[str, Single]
-    """Weights of the network and moments of the optimiser by name, see `shapes`."""
+    """Weights of the network and moments of the optimiser by name, see `array_shapes`."""
     standardiser: Standardiser
     steps: int
     """Training steps behind the weights."""
@@ -135,9 +135,10 @@ class Snapshot:
                 f"is of a quality head with {sizes[0]} inputs and {sizes[1]} hidden units, but this server's head has "
                 f"{width} and {hidden}; restore it on a server of the same model",
             )
-        network = shapes(width + 1, hidden)
-        scale = {"mean": (width + 1,), "variance": (width + 1,)}
-        if {name: array.shape for name, array in arrays.items()} != network | scale or min(steps, seen) < 0:
+        network = array_shapes(width + 1, hidden)
+        standardiser = {"mean": (width + 1,), "variance": (width + 1,)}
+        found = {name: array.shape for name, array in arrays.items()}
+        if found != network | standardiser or min(steps, seen) < 0:
             raise StateDamaged("it has arrays of other shapes than its sizes say, or negative numbers")
 
         weights = {name: arrays[name].astype(np.float32) for name in network}
@@ -145,7 +146,7 @@ class Snapshot:
         variance = arrays["variance"].astype(np.float64)
         if not (are_finite(weights) and np.isfinite([mean, variance]).all() and (variance >= 0).all()):
             raise StateDamaged("it has values that are not finite, or negative variances")
-        if any((np.abs(weights[name]) > MAX_WEIGHT).any() for name in SHAPES):
+        if any((np.abs(weights[name]) > MAX_WEIGHT).any() for name in WEIGHT_NAMES):
             raise StateDamaged(f"it has weights above {MAX_WEIGHT:g}")
         return Snapshot(weights, Standardiser(seen, mean, variance), steps)
 
@@ -154,7 +155,7 @@ def are_finite(arrays: Mapping[str, Single]) -> bool:
     return all(bool(np.isfinite(array).all()) for array in arrays.values())
 
 
-def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+def array_shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of weights and moments by name, for features of size ``width``."""
     shapes: dict[str, tuple[int, ...]] = {
         "hidden_weight": (hidden, width),
@@ -162,7 +163,7 @@ def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
         "out_weight": (1, hidden),
         "out_bias": (1,),
     }
-    for name in SHAPES:
+    for name in WEIGHT_NAMES:
         shapes[f"{name}.exp_avg"] = shapes[name]
         shapes[f"{name}.exp_avg_sq"] = shapes[name]
         shapes[f"{name}.step"] = ()

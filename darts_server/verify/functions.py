@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from darts_server.estimates.answers import create_extractor, last, normalise
+from darts_server.estimates.answers import create_extractor, last_answer, normalise
 from darts_server.verify.calls import decode_columns
 from darts_server.verify.channel import Item, Task
 from darts_server.verify.specs import Kind
@@ -43,7 +43,7 @@ def load_function(task: Task) -> tuple[Function, bool]:
 
         def compare(item: Item) -> bool:
             right_answer = normalise(str(_require_column(item, "answer")))
-            return right_answer is not None and right_answer == last(extract(item.text.decode()))
+            return right_answer is not None and right_answer == last_answer(extract(item.text.decode()))
 
         return partial(_call_each, compare), False
 

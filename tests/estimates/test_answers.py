@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.estimates.answers import CHOICE_CHARS, CHOICES, PATTERN_CHARS, create_extractor, last
+from darts_server.estimates.answers import CHOICE_CHARS, CHOICES, PATTERN_CHARS, create_extractor, last_answer
 from darts_server.exceptions import InvalidRequest
 
 
 def extract(pattern: str | Sequence[str], text: str) -> str | None:
-    return last(create_extractor(pattern)(text))
+    return last_answer(create_extractor(pattern)(text))
 
 
 # --- patterns ---------------------------------------------------------------

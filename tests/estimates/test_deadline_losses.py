@@ -40,7 +40,7 @@ def explored(answers: list[Answer]) -> DeadlineLosses:
 @given(st.lists(st.floats(0, 40), min_size=MIN_RIGHT, max_size=200), st.floats(0, 0.5))
 def test_the_factor_is_the_smallest_that_loses_at_most_its_share(lengths: list[float], max_share: float) -> None:
     losses = explored(answers(*lengths))
-    factor = losses.factor(max_share)
+    factor = losses.smallest_factor(max_share)
 
     def lost_of(factor: float) -> float:
         return sum(length > factor for length in lengths) / len(lengths)
@@ -48,7 +48,7 @@ def test_the_factor_is_the_smallest_that_loses_at_most_its_share(lengths: list[f
     assert 1 <= factor <= MAX_FACTOR
     assert factor == MAX_FACTOR or lost_of(factor * RATIO_STEP * (1 + 1e-9)) <= max_share + 1e-9
     assert factor == 1 or lost_of(factor / RATIO_STEP / (1 + 1e-9)) > max_share - 1e-9
-    share = losses.share(factor)
+    share = losses.lost_share(factor)
     assert share is not None
     assert factor == MAX_FACTOR or share <= max_share + 1e-9
 
@@ -56,59 +56,59 @@ def test_the_factor_is_the_smallest_that_loses_at_most_its_share(lengths: list[f
 def test_few_right_answers_show_no_losses_and_answers_count_by_their_weights() -> None:
     """One in fifty returned answers is late, and represents five answers: one in ten is lost."""
     few = explored(answers(*[3.0] * (MIN_RIGHT - 1)))
-    assert (few.share(1.0), few.factor(0.02)) == (None, 1.0)
+    assert (few.lost_share(1.0), few.smallest_factor(0.02)) == (None, 1.0)
     losses = explored([*answers(*[0.5] * 45), *answers(3.0, weight=5.0), *answers(*[0.5] * 4)])
-    assert losses.share(1.0) == pytest.approx(5 / 54)
-    assert losses.factor(0.02) > 2.8
-    assert losses.factor(0.1) == 1.0
+    assert losses.lost_share(1.0) == pytest.approx(5 / 54)
+    assert losses.smallest_factor(0.02) > 2.8
+    assert losses.smallest_factor(0.1) == 1.0
 
 
 def test_old_answers_fade() -> None:
     losses = explored(answers(*[8.0] * 100))
-    assert losses.factor(0.02) == pytest.approx(8, rel=0.05)
+    assert losses.smallest_factor(0.02) == pytest.approx(8, rel=0.05)
     for _ in range(1000):
         losses = losses.with_answers(answers(*[0.5] * 50), True, SHARE)
-    assert losses.factor(0.02) == 1.0
+    assert losses.smallest_factor(0.02) == 1.0
     assert losses.explored == pytest.approx(sum(losses.explored_right)) == pytest.approx(MEMORY, rel=0.01)
     assert sum(losses.right) == pytest.approx(LOST_REMEMBERED / SHARE, rel=0.01)
 
 
 def test_cut_answers_beyond_all_explored_answers_move_the_deadline_by_a_step() -> None:
     losses = explored([*answers(*[0.5] * 60), *answers(*[0.5] * 60, is_right=False)])
-    assert losses.factor(0.1) == 1.0
+    assert losses.smallest_factor(0.1) == 1.0
     lost = [*answers(*[0.5] * 60), *[Answer(1.0, is_right=False, cut=True)] * 60]
     losses = losses.with_answers(lost, False, SHARE)
-    assert losses.factor(0.1) == pytest.approx(RATIO_STEP, rel=0.03)
-    assert losses.share(1.0) == pytest.approx(30 / (60 * (1 - 120 * SHARE / LOST_REMEMBERED) + 60 + 30), rel=0.1), (
-        "half are right"
-    )
-    assert losses.share(RATIO_STEP) == pytest.approx(0, abs=1e-9)
+    assert losses.smallest_factor(0.1) == pytest.approx(RATIO_STEP, rel=0.03)
+    assert losses.lost_share(1.0) == pytest.approx(
+        30 / (60 * (1 - 120 * SHARE / LOST_REMEMBERED) + 60 + 30), rel=0.1
+    ), "half are right"
+    assert losses.lost_share(RATIO_STEP) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_factor_follows_lengths_without_explored_answers() -> None:
     losses = explored(answers(*[0.5] * 100))
     for _ in range(150):
         # Half of the answers are right, if they are not cut, at 4 times the deadline.
-        factor = losses.factor(SHARE)
+        factor = losses.smallest_factor(SHARE)
         late = Answer(4.0, is_right=True) if factor >= 4 else Answer(factor, is_right=False, cut=True)
         losses = losses.with_answers([*answers(*[0.5] * 60), *[late] * 60], False, SHARE)
-    assert losses.factor(SHARE) == pytest.approx(4, rel=0.06)
+    assert losses.smallest_factor(SHARE) == pytest.approx(4, rel=0.06)
     for _ in range(300):
         losses = losses.with_answers(answers(*[0.5] * 60), False, SHARE)
-    assert losses.factor(SHARE) == 1.0
+    assert losses.smallest_factor(SHARE) == 1.0
 
 
 def test_cut_answers_beyond_the_last_bin_count_as_longer_than_any_factor() -> None:
     lost = [*answers(*[0.5] * 10), *[Answer(100.0, is_right=False, cut=True)] * 60]
     losses = explored(answers(*[0.5] * 60)).with_answers(lost, False, SHARE)
     assert sum(losses.cut[:LAST_BIN]) == 60
-    assert losses.factor(0.02) == MAX_FACTOR
+    assert losses.smallest_factor(0.02) == MAX_FACTOR
 
 
 def test_a_deadline_that_cuts_all_right_answers_shows_no_losses() -> None:
     losses = replace(explored(answers(*[0.5] * 60)), right=(0.0,) * BINS)
-    assert losses.share(1.0) is None
-    assert losses.factor(0.02) == 1.0
+    assert losses.lost_share(1.0) is None
+    assert losses.smallest_factor(0.02) == 1.0
 
 
 BINS = LAST_BIN + 1
@@ -132,7 +132,7 @@ def test_a_state_out_of_range_is_refused(losses: type[DeadlineLosses | GroupLoss
 
 def test_a_state_without_explored_answers_has_a_factor_of_1() -> None:
     losses = DeadlineLosses(right=[1.0] * BINS, explored=float(MIN_RIGHT))
-    assert (losses.factor(SHARE), losses.share(1.0)) == (1.0, None)
+    assert (losses.smallest_factor(SHARE), losses.lost_share(1.0)) == (1.0, None)
 
 
 def test_cohorts_explore_first_from_the_first_rewards_until_enough_answers_are_right() -> None:
@@ -155,16 +155,16 @@ def groups(*lengths: float, before: GroupLosses | None = None, times: int = 1, *
 
 
 def test_few_groups_show_no_losses() -> None:
-    assert groups(4.0, times=MIN_RIGHT_GROUPS - 1).factor(0.0) == 1
-    assert groups(4.0, times=MIN_RIGHT_GROUPS + 1).factor(0.0) == pytest.approx(4, rel=0.06)
+    assert groups(4.0, times=MIN_RIGHT_GROUPS - 1).smallest_factor(0.0) == 1
+    assert groups(4.0, times=MIN_RIGHT_GROUPS + 1).smallest_factor(0.0) == pytest.approx(4, rel=0.06)
 
 
 def test_rare_prompts_move_the_deadline_beyond_their_shortest_right_answers() -> None:
     losses = groups(*[0.5] * 59, 4.0, *[0.9] * 40, times=10)
-    assert 4 <= losses.factor(0.005) <= 4 * RATIO_STEP
-    assert losses.factor(0.02) == 1
-    assert groups(20.0, before=losses, times=20).factor(0.005) == MAX_FACTOR
-    assert groups(0.5, before=losses, times=5 * GROUPS_REMEMBERED).factor(0.005) == 1, "long ago"
+    assert 4 <= losses.smallest_factor(0.005) <= 4 * RATIO_STEP
+    assert losses.smallest_factor(0.02) == 1
+    assert groups(20.0, before=losses, times=20).smallest_factor(0.005) == MAX_FACTOR
+    assert groups(0.5, before=losses, times=5 * GROUPS_REMEMBERED).smallest_factor(0.005) == 1, "long ago"
 
 
 def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_seen() -> None:
@@ -176,7 +176,7 @@ def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_se
         for _ in range(4):
             is_seen = factor > 4.5
             losses = losses.with_group(Answer(4.5 if is_seen else factor, is_right=is_seen, cut=not is_seen))
-        factors.append(factor := losses.factor(0.005))
+        factors.append(factor := losses.smallest_factor(0.005))
     assert next(batch for batch, factor in enumerate(factors) if factor > 4.5) <= 3, "within a few batches"
     assert factors[-1] == pytest.approx(4.5, rel=0.06)
 
@@ -189,7 +189,7 @@ def test_prompts_without_right_answers_move_the_deadline_only_until_their_answer
         losses = groups(*[0.5] * 62, before=losses)
         for _ in range(2):
             losses = losses.with_group(Answer(min(factor, 12.0), is_right=False, cut=factor < 12))
-        factors.append(factor := losses.factor(0.005))
+        factors.append(factor := losses.smallest_factor(0.005))
     assert max(factors) > 12
     assert factors[6:14] == [1.0] * 8
 
@@ -199,8 +199,8 @@ def test_cut_groups_count_like_groups_that_ran_longer() -> None:
     seen = groups(3.0, before=groups(8.0, times=20, is_right=False), times=20)
     losses = groups(2.0, before=groups(0.5, before=seen, times=150), times=10, is_right=False, cut=True)
     lost = (20 + 5) / (150 + 20 + 5)
-    assert losses.factor(lost * 1.1) == 1
-    assert losses.factor(lost * 0.9) == pytest.approx(3, rel=0.06)
+    assert losses.smallest_factor(lost * 1.1) == 1
+    assert losses.smallest_factor(lost * 0.9) == pytest.approx(3, rel=0.06)
 
 
 def test_prompts_that_end_beyond_the_latest_possible_deadline_do_not_hold_it_there() -> None:
@@ -210,18 +210,18 @@ def test_prompts_that_end_beyond_the_latest_possible_deadline_do_not_hold_it_the
     factors = []
     for _ in range(20):
         losses = groups(factor, factor, before=groups(*[0.5] * 62, before=losses), is_right=False, cut=True)
-        factors.append(factor := losses.factor(0.005))
+        factors.append(factor := losses.smallest_factor(0.005))
     assert max(factors) > 12
     assert factors[-10:] == [1.0] * 10
 
 
 def test_the_share_of_lost_groups_follows_the_factor() -> None:
     losses = groups(*[0.5] * 96, *[2.0] * 3, 4.0)
-    assert losses.share(1.0) == pytest.approx(0.04, abs=0.002)
-    assert losses.share(losses.factor(0.02)) == pytest.approx(0.01, abs=0.001)
-    assert losses.share(16.0) == 0
-    assert losses.factor(1.0) == groups(4.0, times=100).factor(1.0) == 1
-    assert groups(0.5).share(1.0) is None
+    assert losses.lost_share(1.0) == pytest.approx(0.04, abs=0.002)
+    assert losses.lost_share(losses.smallest_factor(0.02)) == pytest.approx(0.01, abs=0.001)
+    assert losses.lost_share(16.0) == 0
+    assert losses.smallest_factor(1.0) == groups(4.0, times=100).smallest_factor(1.0) == 1
+    assert groups(0.5).lost_share(1.0) is None
 
 
 def test_the_factor_comes_back_once_answers_are_short_again() -> None:
@@ -229,7 +229,7 @@ def test_the_factor_comes_back_once_answers_are_short_again() -> None:
     factors = []
     shortest = 1_000
     for number in range(60):
-        moved = Deadline(factor=losses.factor(0.005))
+        moved = Deadline(factor=losses.smallest_factor(0.005))
         tokens = moved.from_lengths([shortest] * 10, 10)
         assert tokens is not None
         late = 1.5 * 2 * shortest if number < 10 else shortest
@@ -309,7 +309,7 @@ class Guard:
     @property
     def factor(self) -> float:
         allowed = self.world.max_lost
-        return max(self.answers.factor(allowed.answers), self.groups.factor(allowed.groups))
+        return max(self.answers.smallest_factor(allowed.answers), self.groups.smallest_factor(allowed.groups))
 
     def learn(self, batch: Batch, *, explores: bool) -> None:
         lengths, is_right, needs = batch

@@ -301,7 +301,7 @@ def test_the_candidates_of_a_mean_follow_from_the_weights_of_its_groups(groups: 
     weights = [0.7 ** (groups - 1), *(0.3 * 0.7 ** (groups - 1 - k) for k in range(1, groups))]
     stats = PromptStats(std_ema=None, mean_ema=1.0, groups=groups, candidates=12 * groups, weight_version=None)
     assert sum(weights) == pytest.approx(1)
-    assert stats.candidates_of_mean == pytest.approx(12 / sum(weight**2 for weight in weights))
+    assert stats.effective_candidates == pytest.approx(12 / sum(weight**2 for weight in weights))
 
 
 def test_there_are_no_quantiles_before_a_candidate_has_finished() -> None:

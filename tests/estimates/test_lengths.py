@@ -240,7 +240,7 @@ def test_a_sample_of_only_finished_or_only_censored_candidates_is_unchanged(cens
 @pytest.mark.parametrize("tokens", [100, 300, 1_000, 10_000, 1_000_000])
 def test_a_candidate_in_the_far_tail_is_expected_to_finish_within_the_mean_wait(tokens: int) -> None:
     """Density and survival of the normal underflow beyond 30 standard deviations."""
-    first, second = FittedShape(mean=2.0, std=0.1, wait=5.0).moments_beyond(tokens)
+    first, second = FittedShape(mean=2.0, std=0.1, tokens_per_end=5.0).moments_beyond(tokens)
     assert tokens < first <= tokens + 5
     assert first**2 <= second <= (tokens + 5) ** 2 + 5**2
 

@@ -62,7 +62,7 @@ def deadline_of(rule: SelectionRule, groups: Cohort, how: Deadline) -> tuple[int
     """Return the deadline, and the first step in which it is known."""
     lengths = [completion_length(rule, candidates) for candidates in groups]
     needs = sorted(length for length in lengths if length is not None)
-    reported = [how.without_others(needs[:count], len(groups) - count) for count in range(len(needs) + 1)]
+    reported = [how.from_known_lengths(needs[:count], len(groups) - count) for count in range(len(needs) + 1)]
     ends = sorted({*needs, CAP, *(how.cut_length_of(tokens) for tokens in reported if tokens is not None)})
     for step in ends:
         known = [length for length in lengths if length is not None and length <= step]
@@ -156,9 +156,9 @@ def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completio
     known: int, factor: float
 ) -> None:
     rule = replace(RULE, recent=100, factor=2.0)
-    assert rule.without_others([50] * known, 8 - known) == (100 if known >= 6 else ceil(200 * factor))
-    assert rule.without_others([150] * 4, 4) == ceil(300 * 1.5**3)
-    assert RULE.without_others([50] * 5, 3) is None
+    assert rule.from_known_lengths([50] * known, 8 - known) == (100 if known >= 6 else ceil(200 * factor))
+    assert rule.from_known_lengths([150] * 4, 4) == ceil(300 * 1.5**3)
+    assert RULE.from_known_lengths([50] * 5, 3) is None
 
 
 def test_the_least_that_a_group_can_need_follows_from_running_candidates() -> None:

@@ -126,7 +126,7 @@ def test_the_deadline_follows_from_the_reports(
             cohort.remove(group)
             minimums.pop(group, None)
         expected = rule.from_lengths(needs, len(needs) + len(minimums))
-        others = None if expected is not None else rule.without_others(needs, len(minimums))
+        others = None if expected is not None else rule.from_known_lengths(needs, len(minimums))
         cut_length = None if others is None else rule.cut_length_of(others)
         if cut_length is not None and all(minimum is None or minimum > cut_length for minimum in minimums.values()):
             expected = others

@@ -52,22 +52,22 @@ def test_a_prompt_is_saturated_with_the_maximum_of_an_adaptive_policy() -> None:
 
 @pytest.mark.parametrize(("redundancy", "most"), [(2.0, 16), (1.5, 12), (1.7, 14), (0.5, 8)])
 def test_a_prompt_gets_between_its_size_and_the_maximum_redundancy(redundancy: float, most: int) -> None:
-    assert Shaping(adaptive=True, max_redundancy=redundancy).bounds(8) == (8, most)
+    assert Shaping(adaptive=True, max_redundancy=redundancy).candidate_limits(8) == (8, most)
 
 
 def test_a_policy_that_adapts_to_signal_allocates_as_an_adaptive_policy_without_saturated_prompts() -> None:
     shaping = Shaping(redundancy=1.3, max_redundancy=1.5, adapts_to_signal=True)
     assert shaping.uses_cohort
-    assert shaping.bounds(8) == (8, 12)
+    assert shaping.candidate_limits(8) == (8, 12)
     assert shaping.mean_candidates(8, None, None) == pytest.approx(10.4)
     assert not shaping.is_saturated(8, 12)
 
 
 def test_the_maximum_redundancy_limits_only_adaptive_policies_and_budgets() -> None:
     fixed = Shaping(redundancy=3.0, max_redundancy=2.0)
-    assert fixed.bounds(8) == (8, 24)
-    assert replace(fixed, budget=BudgetKind.CV_LOG).bounds(8) == (8, 16)
-    assert replace(fixed, adaptive=True).bounds(8) == (8, 16)
+    assert fixed.candidate_limits(8) == (8, 24)
+    assert replace(fixed, budget=BudgetKind.CV_LOG).candidate_limits(8) == (8, 16)
+    assert replace(fixed, adaptive=True).candidate_limits(8) == (8, 16)
 
 
 def test_the_mean_follows_the_formula_of_the_paper_once_the_spread_of_lengths_is_known() -> None:
@@ -104,7 +104,7 @@ def test_each_policy_of_the_settings_has_a_shaping() -> None:
 def test_informative_selects_all_its_candidates_by_rewards() -> None:
     shaping = POLICIES["informative"]
     assert [name for name in POLICIES if POLICIES[name].needs_rewards] == ["informative"]
-    assert (shaping.candidates(8), shaping.bounds(8), shaping.uses_cohort) == (24, (8, 24), False)
+    assert (shaping.candidates(8), shaping.candidate_limits(8), shaping.uses_cohort) == (24, (8, 24), False)
     rule = replace(shaping, advantage_std=True).selection_rule(8)
     assert rule == Informative(8, select=Select.MAX_VARIANCE, by_std=True)
     assert "informative" not in build_policies(BASE, Deadline())
@@ -141,7 +141,7 @@ def test_arrol_starts_enough_candidates_to_keep_its_size_after_pruning(
     arrol = build_policies(BASE, Deadline(), Pruning(keep_ratio=keep_ratio))["arrol"]
     assert arrol.candidates(size) == candidates
     assert not arrol.uses_cohort
-    assert arrol.bounds(size)[1] >= candidates
+    assert arrol.candidate_limits(size)[1] >= candidates
 
 
 @pytest.mark.parametrize(("redundancy", "place"), [(1.0, 8), (1.25, 7), (1.5, 6), (1.6, 5), (2.0, 4), (16.0, 1)])

@@ -68,5 +68,5 @@ def train_step(head: Head, task: SyntheticTask) -> None:
 def scorer(head: Head) -> RemoteHead:
     """Return a head that scores by the present report and state of another one."""
     remote = RemoteHead(head.width, head.settings)
-    remote._apply(head.report, head.state(), restores=0)
+    remote._apply(head.report, head.state(), restores_sent=0)
     return remote

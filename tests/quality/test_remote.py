@@ -146,7 +146,7 @@ def test_an_invalid_state_and_a_report_from_before_a_restore_change_nothing() ->
     before = head.report, head.score(np.ones(WIDTH), 512)
     with pytest.raises(StateDamaged):
         head.restore(b"nonsense")
-    head._apply(TrainerReport(PruningStatus.ONE_CLASS), b"", restores=0)
+    head._apply(TrainerReport(PruningStatus.ONE_CLASS), b"", restores_sent=0)
     assert (head.report, head.score(np.ones(WIDTH), 512)) == before
 
 
@@ -229,7 +229,7 @@ def test_learning_does_not_wait_for_a_trainer_that_does_not_read(monkeypatch: py
         # 64 MB do not fit into a pipe.
         for _ in range(head.settings.capacity + 10):
             head.learn(np.zeros(4096, np.float32), 512, 1.0)
-        assert len(head._unsent) <= head.settings.capacity
+        assert len(head._unsent_examples) <= head.settings.capacity
         wait_until(lambda: process_of(head) not in (None, stopped), "it is replaced")
     finally:
         last = process_of(head)

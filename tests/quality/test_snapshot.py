@@ -102,7 +102,7 @@ def test_a_feature_is_the_hidden_state_and_the_logarithm_of_its_position() -> No
 def test_mean_and_variance_are_those_of_all_features(rows: list[tuple[float, float]]) -> None:
     standardiser = Standardiser.blank(2)
     for row in rows:
-        standardiser = standardiser.after(np.asarray(row, dtype=np.float32))
+        standardiser = standardiser.with_feature(np.asarray(row, dtype=np.float32))
     assert standardiser.mean == pytest.approx(np.mean(rows, axis=0), abs=1e-6)
     assert standardiser.variance == pytest.approx(np.var(rows, axis=0), rel=1e-6, abs=1e-6)
 
@@ -110,7 +110,7 @@ def test_mean_and_variance_are_those_of_all_features(rows: list[tuple[float, flo
 def test_constant_features_become_0_and_outliers_are_clipped() -> None:
     standardiser = Standardiser.blank(2)
     for x in (1.0, 3.0):
-        standardiser = standardiser.after(np.asarray([x, 7.0], dtype=np.float32))
+        standardiser = standardiser.with_feature(np.asarray([x, 7.0], dtype=np.float32))
     assert standardiser.apply(np.asarray([[3.0, 7.0], [1e30, 9.0]], dtype=np.float32)).tolist() == [
         [1.0, 0.0],
         [CLIP, 0.0],
@@ -120,6 +120,6 @@ def test_constant_features_become_0_and_outliers_are_clipped() -> None:
 def test_old_features_lose_weight() -> None:
     standardiser = Standardiser(MEMORY, np.zeros(1), np.ones(1))
     for _ in range(5 * MEMORY):
-        standardiser = standardiser.after(np.asarray([50.0], dtype=np.float32))
+        standardiser = standardiser.with_feature(np.asarray([50.0], dtype=np.float32))
     assert standardiser.mean[0] == pytest.approx(50, abs=0.5)
     assert standardiser.count == MEMORY

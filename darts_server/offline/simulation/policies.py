@@ -60,7 +60,7 @@ class Policy:
     def max_candidates(self, size: int) -> int:
         if self.shaping is None:
             return size
-        return max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
+        return max(self.shaping.candidate_limits(size)[1], self.shaping.candidates(size))
 
 
 def split_policies(texts: Iterable[str]) -> list[str]:

@@ -188,7 +188,7 @@ class Allocator:
         """Return the number of candidates of each group before the load reduces it, and the mean M' over all groups."""
         shaping = plan.shaping
         num_groups = len(prompt_keys)
-        low, high = shaping.bounds(plan.size)
+        low, high = shaping.candidate_limits(plan.size)
         # Without statistics all prompts are equal, and share the budget evenly.
         length_stds: list[float | None] = [None] * num_groups
         if shaping.adaptive:

@@ -49,16 +49,16 @@ class Deadlines:
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of correct answers that is lost, or None if too few are known."""
-        return self.load_losses(policy).share(self.deadline_factor(policy, max_lost))
+        return self.load_losses(policy).lost_share(self.deadline_factor(policy, max_lost))
 
     def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of groups that lose all correct answers, or None if too few are known."""
-        return self.load_lost_groups(policy).share(self.deadline_factor(policy, max_lost))
+        return self.load_lost_groups(policy).lost_share(self.deadline_factor(policy, max_lost))
 
     def deadline_factor(self, policy: str, max_lost: MaxLost) -> float:
         """Return the factor on the policy's deadlines, at least 1."""
-        factor_for_answers = self.load_losses(policy).factor(max_lost.answers)
-        factor_for_groups = self.load_lost_groups(policy).factor(max_lost.groups)
+        factor_for_answers = self.load_losses(policy).smallest_factor(max_lost.answers)
+        factor_for_groups = self.load_lost_groups(policy).smallest_factor(max_lost.groups)
         return max(factor_for_answers, factor_for_groups)
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:

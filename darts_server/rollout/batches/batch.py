@@ -495,7 +495,7 @@ def check_counts(batch: BatchRequest, plan: Plan, num_prompts: int) -> None:
     if not num_prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
     if batch.budget is not None:
-        low, high = plan.shaping.bounds(plan.size)
+        low, high = plan.shaping.candidate_limits(plan.size)
         if not num_prompts * low <= batch.budget <= num_prompts * high:
             raise InvalidRequest(
                 "budget",

@@ -57,7 +57,7 @@ async def test_a_redundancy_above_the_bound_gives_every_group_the_bound(
 ) -> None:
     shaping = Shaping(redundancy=redundancy, adaptive=True, max_redundancy=most)
     counts = await together(new_allocator(prompts(), window=0.01), [f"p{i}" for i in range(prompts_at_once)], shaping)
-    assert set(counts) == {shaping.bounds(SIZE)[1]}
+    assert set(counts) == {shaping.candidate_limits(SIZE)[1]}
 
 
 async def test_group_sizes_are_allocated_separately() -> None:

@@ -60,11 +60,11 @@ def test_correct_answers_beyond_the_deadline_move_it_and_the_factor_is_stored() 
     documents = Documents()
     deadlines = fresh(documents)
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    assert deadlines.load_losses(POLICY).share(1.0) == pytest.approx(1 / 8)
+    assert deadlines.load_losses(POLICY).lost_share(1.0) == pytest.approx(1 / 8)
     assert deadlines.lost_share(POLICY, MaxLost()) == pytest.approx(0.02)
     rule = fresh(documents).current_rule(CUTTING, POLICY)
     assert rule is not None
-    assert rule.factor == deadlines.load_losses(POLICY).factor(0.02) == pytest.approx(90 / 50, rel=0.05)
+    assert rule.factor == deadlines.load_losses(POLICY).smallest_factor(0.02) == pytest.approx(90 / 50, rel=0.05)
     assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.factor, abs=1)
 
 
@@ -78,18 +78,18 @@ def test_losses_of_one_policy_do_not_move_deadlines_of_another() -> None:
 def test_lengths_are_compared_with_the_deadline_without_its_factor() -> None:
     deadlines = fresh()
     report(deadlines, explored(100, *[40] * 7, 90, factor=2.0), right=True)
-    assert deadlines.load_losses(POLICY).factor(0.02) == pytest.approx(90 / 50, rel=0.05)
+    assert deadlines.load_losses(POLICY).smallest_factor(0.02) == pytest.approx(90 / 50, rel=0.05)
 
 
 def test_answers_that_a_group_waits_for_are_lost_beyond_the_cut_length_alone() -> None:
     deadlines = fresh()
     report(deadlines, replace(explored(100, *[40] * 7, 390, factor=2.0), completion_length=400), right=True)
-    assert deadlines.load_losses(POLICY).factor(0.02) == pytest.approx(390 / 100, rel=0.05), (
+    assert deadlines.load_losses(POLICY).smallest_factor(0.02) == pytest.approx(390 / 100, rel=0.05), (
         "half the deadline, twice the cut length"
     )
     waiting = fresh()
     report(waiting, replace(explored(100, *[40] * 7, 190), completion_length=None), right=True)
-    assert waiting.load_losses(POLICY).factor(0.02) == 1
+    assert waiting.load_losses(POLICY).smallest_factor(0.02) == 1
 
 
 TAIL = cut(50, *[40] * 7, 90)
@@ -111,7 +111,7 @@ def test_a_cut_answer_counts_by_its_weight_and_was_longer_than_its_group_waited(
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
     for _ in range(500):
         deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
-    assert deadlines.load_losses(POLICY).share(factor) == pytest.approx(share, rel=0.03)
+    assert deadlines.load_losses(POLICY).lost_share(factor) == pytest.approx(share, rel=0.03)
 
 
 @pytest.mark.parametrize("record", [cut(50, *[40] * 7, 90, weight=None), replace(TAIL, max_lost=None)])
@@ -154,7 +154,7 @@ def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_move_the_dead
 ) -> None:
     deadlines = fresh()
     report(deadlines, record, right=right)
-    assert deadlines.load_losses(POLICY).factor(0.02) == 1
+    assert deadlines.load_losses(POLICY).smallest_factor(0.02) == 1
     assert not deadlines.lost_share(POLICY, MaxLost())
 
 
@@ -169,7 +169,7 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     assert not deadlines.choose_exploration(Deadline(exploration=0.0), POLICY, 1)
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
     assert not deadlines.choose_exploration(rule, POLICY, 16)
-    assert deadlines.load_losses(POLICY).factor(0.02) > 1
+    assert deadlines.load_losses(POLICY).smallest_factor(0.02) > 1
 
 
 def lost_groups(*records: GroupRecord, right: bool | None) -> GroupLosses:

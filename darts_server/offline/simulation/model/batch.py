@@ -77,7 +77,7 @@ class BatchPlan:
         """Plan a batch as the server does, from its prompts' length stds and their mean length."""
         if shaping is None:
             return cls(size, [size] * len(stds), needed_groups=needed_groups)
-        least, most = shaping.bounds(size)
+        least, most = shaping.candidate_limits(size)
         known_stds = [std for std in stds if std is not None]
         mean_std = fmean(known_stds) if known_stds else None
         mean_candidates = shaping.mean_candidates(size, mean_std, mean_length)

@@ -46,7 +46,7 @@ def world(policy: str, seed: int, *, replicas: int = 0, room: int | None = None,
     size = int(rng.integers(2, 5))
     longest = int(rng.integers(20, 90))
     shaping = POLICIES[policy]
-    most = size if shaping is None else max(shaping.bounds(size)[1], shaping.candidates(size))
+    most = size if shaping is None else max(shaping.candidate_limits(size)[1], shaping.candidates(size))
     least = size if shaping is None or policy in FEW else size + int(rng.integers(0, 2))
     counts = [int(c) for c in rng.integers(least, most + 1, groups)]
     if policy in FEW:
