@@ -129,9 +129,9 @@ class Calibrator:
         """Return the probability q of a correct answer, or the prior while the labels are not ready."""
         if self.labels_status is not CalibrationStatus.READY:
             return self.prior
-        bins = self.calibration.bins
-        _, _, q = self._fit()
-        return float(q[min(bins - 1, math.floor(bins * score))])
+        _, _, q_of_bins = self._fit()
+        bins = len(q_of_bins)
+        return float(q_of_bins[min(bins - 1, math.floor(bins * score))])
 
     def _fit(self) -> tuple[float, bool, Floats]:
         """Return the prior, whether all labels have the same class, and q of each bin."""
@@ -150,10 +150,10 @@ class Calibrator:
 
         # Bayes' rule with smoothed bins, made monotone in the score.
         prior = float(right.sum() / (right.sum() + wrong.sum()))
-        if_right = prior * (right + SMOOTHING) / (right.sum() + SMOOTHING * bins)
-        if_wrong = (1 - prior) * (wrong + SMOOTHING) / (wrong.sum() + SMOOTHING * bins)
+        joint_right = prior * (right + SMOOTHING) / (right.sum() + SMOOTHING * bins)
+        joint_wrong = (1 - prior) * (wrong + SMOOTHING) / (wrong.sum() + SMOOTHING * bins)
         masses = np.asarray(right + wrong + 2 * SMOOTHING, dtype=np.float64)
-        q = fit_isotonic(if_right / (if_right + if_wrong), masses)
+        q = fit_isotonic(joint_right / (joint_right + joint_wrong), masses)
         self._cached = (prior, has_one_class, q)
         return self._cached
 

@@ -25,14 +25,14 @@ MIN_RIGHT_GROUPS = 20
 """Fewest groups with a right answer for lost groups to count."""
 GROUPS_REMEMBERED = 1_000
 """Rewarded groups after which older groups have faded: five lost groups at half a per cent."""
-SEEN = 0.05
+MIN_GROUP_WEIGHT = 0.05
 """Weight of a group after 3,000 more groups. A smaller sum counts as no group."""
 MAX_FIRST_GROUPS = 256
 """Limit of groups that explore because fewer than `MIN_RIGHT` answers are right."""
 MAX_FACTOR = 16.0
 RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
-TWICE = round(log(2) / log(RATIO_STEP))
+BINS_PER_DOUBLING = round(log(2) / log(RATIO_STEP))
 """Number of bins between a length and twice that length."""
 LAST_BIN = ceil(log(MAX_FACTOR) / log(RATIO_STEP)) + 1
 """Bin of answers beyond `MAX_FACTOR`."""
@@ -146,7 +146,8 @@ class DeadlineLosses(Losses):
         cut = [answer for answer in answers if answer.cut and not answer.is_right]
         # The smaller the share, and the more candidates an answer represents, the more answers are remembered.
         heaviest = max((answer.weight for answer in answers), default=1.0)
-        fade = (len(right) + len(cut)) * max(max_share, MIN_SHARE) / (LOST_REMEMBERED * heaviest)
+        answers_remembered = LOST_REMEMBERED * heaviest / max(max_share, MIN_SHARE)
+        fade = (len(right) + len(cut)) / answers_remembered
         losses = replace(
             self,
             right=_with_answers(self.right, right, fade),
@@ -193,8 +194,7 @@ class GroupLosses(Losses):
     A group counts at the length of its shortest right answer, relative to the cut length with a factor of 1. A group
     that was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If
     none ran longer, one group is counted at twice the length, with the mean probability to have a right answer. So
-    prompts that are always cut move the deadline until their answers are seen. A group that was cut at the latest
-    possible deadline counts as wrong, since no deadline can keep it.
+    prompts that are always cut move the deadline until their answers are seen.
 
     ``right``: groups with a right answer. ``wrong``: groups without, by their longest answer. ``cut``: groups without
     that were cut, by the length of the cut. Older groups fade.
@@ -224,6 +224,7 @@ class GroupLosses(Losses):
         elif group.cut and bin_of(group.relative_length) < LAST_BIN - 1:
             cut.append(group)
         else:
+            # No later deadline could keep a group that was cut at the latest deadline.
             wrong.append(group)
 
         fade = 1 / GROUPS_REMEMBERED
@@ -250,9 +251,9 @@ class GroupLosses(Losses):
             ended_beyond = max(0.0, ended_beyond - right - wrong)
             cut_beyond = max(0.0, cut_beyond - cut)
             # If no group ended in a later bin, a group is assumed at twice the length.
-            assumed_beyond = 1.0 if ended_beyond < SEEN else 0.0
+            assumed_beyond = 1.0 if ended_beyond < MIN_GROUP_WEIGHT else 0.0
             represented_cut = represented * cut / (ended_beyond + cut_beyond + assumed_beyond)
-            uncut[min(number + TWICE, LAST_BIN)] += represented_cut * assumed_beyond * mean_right
+            uncut[min(number + BINS_PER_DOUBLING, LAST_BIN)] += represented_cut * assumed_beyond * mean_right
             represented += represented_cut
         return uncut
 

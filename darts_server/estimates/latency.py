@@ -27,21 +27,21 @@ BINS_PER_OCTAVE = 4
 """Batch sizes within a fifth share a bin. A bend is cut off by 4 % at most."""
 STEPS_PER_BIN = 64
 """Enough to average the noise. When the engine changes, 40 new steps outvote the old steps."""
-TYPICAL = 0.4
+TYPICAL_QUANTILE = 0.4
 """Quantile of a bin's steps that counts as typical: the median of the others if one step in five is delayed."""
-USUAL = 1.75
+MAX_DEVIATION = 1.75
 """Steps that differ from the typical step by more than this factor are left out: they wait for other work, such as a
 part of a long prefill, or are older than a change of the engine. The others count by their mean, with small delays."""
 MIN_STEPS = 12
 """Steps that a bin needs to count. If one in five is delayed, the typical step of 12 is delayed once in 2,000."""
-SPREAD = 2.0
+MIN_BATCH_RATIO = 2.0
 """Factor between the smallest and the largest batch size below which the slope is mostly noise."""
 HALF_LIFE = 256
 """Steps after which a bin without new steps has half the weight against other bins."""
-SECONDS = (1e-9, 1e6)
+SECONDS_RANGE = (1e-9, 1e6)
 """Accepted seconds of a step: sums and logarithms stay in the range of floats."""
-DIGITS = 5
-"""Significant digits of seconds. The state is a third of the size."""
+SIGNIFICANT_DIGITS = 5
+"""With fewer digits of seconds, the state is a third of the size."""
 MAX_STARTS = 128
 """Number of kept steps with starts. A batch has a few to some dozens."""
 MIN_STARTS = 12
@@ -148,7 +148,7 @@ class LatencyModel:
             check_length("batches", sizes, STEPS_PER_BIN)
             for size, time in zip(sizes, times, strict=True):
                 check_count("batches", size, 1)
-                check_number("seconds", time, *SECONDS)
+                check_number("seconds", time, *SECONDS_RANGE)
             check_count("ages", age)
             bins = {_bin_index(size) for size in sizes}
             if len(bins) != 1 or not bins.isdisjoint(self._bins):
@@ -161,7 +161,7 @@ class LatencyModel:
         for batch, started, time in starts:
             check_count("starts", started, 1)
             check_count("starts", batch, started)
-            check_number("starts", time, *SECONDS)
+            check_number("starts", time, *SECONDS_RANGE)
         self._starts = deque(starts, MAX_STARTS)
         self._curve: LatencyCurve | None = None
         self._is_fitted = False
@@ -192,7 +192,9 @@ class LatencyModel:
             raise ValueError(f"seconds must be finite and above 0, got {seconds}")
         if not 0 <= started <= batch:
             raise ValueError(f"started must be from 0 to the batch, {batch}, got {started}")
-        seconds = float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}")
+        shortest, longest = SECONDS_RANGE
+        # Rounded, so that the saved state is short.
+        seconds = float(f"{min(max(seconds, shortest), longest):.{SIGNIFICANT_DIGITS}g}")
         # A step with starts includes prefills, so it says nothing about the curve.
         if started:
             self._starts.append((batch, started, seconds))
@@ -205,7 +207,7 @@ class LatencyModel:
 
     @property
     def curve(self) -> LatencyCurve | None:
-        """None until two batch sizes that differ by a factor of `SPREAD` have `MIN_STEPS` steps each."""
+        """None until two batch sizes that differ by a factor of `MIN_BATCH_RATIO` have `MIN_STEPS` steps each."""
         if not self._is_fitted:
             self._curve = self._fit()
             self._is_fitted = True
@@ -225,14 +227,17 @@ class LatencyModel:
             # A point is the median batch and the usual seconds of a bin. Within a bin, seconds are assumed to grow as
             # the root of the batch: between flat and proportional.
             batch = median(size for size, _ in steps)
-            ordered = sorted(seconds / math.sqrt(size) for size, seconds in steps)
-            typical = ordered[round(TYPICAL * (len(ordered) - 1))]
-            usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
-            weight = len(steps) * math.exp2((self._last_step[index] - self._steps) / HALF_LIFE)
-            # Isotonic regression needs weights above 0.
-            points.append((batch, fmean(usual) * math.sqrt(batch), max(weight, 1e-12)))
+            scaled_seconds = sorted(seconds / math.sqrt(size) for size, seconds in steps)
+            typical = scaled_seconds[round(TYPICAL_QUANTILE * (len(scaled_seconds) - 1))]
+            first = bisect_left(scaled_seconds, typical / MAX_DEVIATION)
+            end = bisect_right(scaled_seconds, typical * MAX_DEVIATION)
+            usual_seconds = fmean(scaled_seconds[first:end]) * math.sqrt(batch)
+            # A bin without new steps loses weight. Isotonic regression needs weights above 0.
+            age = self._steps - self._last_step[index]
+            weight = max(len(steps) * math.exp2(-age / HALF_LIFE), 1e-12)
+            points.append((batch, usual_seconds, weight))
         points.sort()
-        if not points or points[-1][0] < SPREAD * points[0][0]:
+        if not points or points[-1][0] < MIN_BATCH_RATIO * points[0][0]:
             return None
 
         # Seconds must not fall as batches grow.
@@ -242,10 +247,10 @@ class LatencyModel:
 
         # Extrapolate with the slope of the adjacent octave. One more sequence costs at most the mean of the running
         # sequences: the slope of a few noisy points may be steeper, but no engine is.
-        octave_end = max(2, bisect_right(batches, SPREAD * batches[0]))
+        octave_end = max(2, bisect_right(batches, MIN_BATCH_RATIO * batches[0]))
         slope_below = linear_regression(batches[:octave_end], seconds[:octave_end]).slope
         slope_below = min(max(slope_below, 0.0), seconds[0] / batches[0])
-        octave_start = min(len(batches) - 2, bisect_left(batches, batches[-1] / SPREAD))
+        octave_start = min(len(batches) - 2, bisect_left(batches, batches[-1] / MIN_BATCH_RATIO))
         slope_above = linear_regression(batches[octave_start:], seconds[octave_start:]).slope
         slope_above = min(max(slope_above, 0.0), seconds[-1] / batches[-1])
         if batches[0] > 1:

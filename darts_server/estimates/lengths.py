@@ -47,7 +47,7 @@ WINDOW_STEPS = 10
 """Number of steps behind the data set's spread (the paper's public code)."""
 KEPT_LENGTHS = 256
 """Saved lengths of a prompt's last group. A document holds 64 KiB."""
-KEPT = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LENGTHS - 1}}}")
+LENGTHS_FORM = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LENGTHS - 1}}}")
 """Form of `PromptStats.lengths`."""
 
 
@@ -290,7 +290,7 @@ class PromptStats:
                 check_count(name, value, least)
         if self.lengths == "":
             return
-        if not isinstance(self.lengths, str) or not KEPT.fullmatch(self.lengths):
+        if not isinstance(self.lengths, str) or not LENGTHS_FORM.fullmatch(self.lengths):
             raise ValueError(f"lengths must be at most {KEPT_LENGTHS} token counts, got {reprlib.repr(self.lengths)}")
         longest = max(o.tokens for o in self.observations)
         if self.max_tokens is not None and longest > self.max_tokens:

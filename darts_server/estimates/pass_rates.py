@@ -22,7 +22,7 @@ In `benchmarks.signal`, pass rates drift slowly or fast, and epochs have 15 to 2
 allocation is never worse than an even allocation. With shorter half-lives, rewards are forgotten before the next epoch.
 With longer half-lives, old rewards are trusted so much that the allocation becomes worse than an even allocation.
 """
-RECENT = 0.9
+PRIOR_DECAY = 0.9
 """Weight of a group in the prior, relative to a group of the next version: the last ten versions count."""
 MIN_STRENGTH = 0.1
 MAX_STRENGTH = 16.0
@@ -123,7 +123,7 @@ class RecentPassRates:
 
     def with_group(self, answers: Answers, version: int) -> "RecentPassRates":
         """Return the moments after another group. A group with a single answer changes only the version."""
-        share = float(RECENT ** max(version - self.version, 0))
+        share = float(PRIOR_DECAY ** max(version - self.version, 0))
         groups = self.groups * share
         rates = self.rates * share
         squares = self.squares * share

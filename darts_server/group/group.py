@@ -128,10 +128,8 @@ class Group:
 
     @property
     def check_at(self) -> dict[int, int]:
-        """Token count of each running candidate at which its progress must be reported.
-
-        Progress below this count changes nothing.
-        """
+        """Token count of each running candidate at which its progress must be reported."""
+        # Progress below this count changes nothing.
         if self.outcome is not None:
             return {}
         if self.selector.cached_checks is None:
@@ -143,6 +141,7 @@ class Group:
         if self.is_open:
             raise IllegalMove("the group is open already")
         if self._num_to_resume is not None:
+            # `resume` starts the candidate.
             self._num_to_resume += 1
             return []
         if self.outcome is not None:
@@ -269,7 +268,7 @@ class Group:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether candidates run or will start. Otherwise the group has ended, or waits for verdicts alone."""
+        # Otherwise the group has ended, or waits for verdicts alone.
         return not self.is_open or self.is_paused or bool(self.selector.running_by_length)
 
     @property
@@ -292,7 +291,7 @@ class Group:
         for candidate in alive:
             candidate.discard(DiscardReason.RESTARTED)
             candidate.forget_verdict()
-        # A pruned or failed candidate starts again too, unless the number of candidates is not known yet.
+        # Pruned and failed candidates start again too, once the number of candidates is known.
         self._num_to_resume = self._num_allocated if self.is_open else len(alive)
         self.restarted_from = len(self.candidates)
         self._rebuild_selector()
@@ -484,9 +483,8 @@ class Group:
 def selection_weights(group: Group) -> dict[int, float]:
     """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
-    `GONE` candidates and candidates before a restart do not count. The result is empty if the group is not complete, if
-    its rule can never select some candidates, if it was decided early, or if weights exceed the range of floats because
-    many candidates failed after a score.
+    The result is empty if the group is not complete, if its rule can never select some candidates, or if it was decided
+    early.
     """
     if group.outcome is not Outcome.COMPLETED or group.decided_early:
         return {}
@@ -498,6 +496,7 @@ def selection_weights(group: Group) -> dict[int, float]:
         return weights
     factor = failure_weight_factor(failed_survivals, len(group.current_candidates))
     weights = {index: weight * factor for index, weight in weights.items()}
+    # If many candidates failed after a score, weights may exceed the range of floats.
     if not all(map(isfinite, weights.values())):
         return {}
     return weights
@@ -520,8 +519,8 @@ def count_sampling_pool(group: Group) -> int | None:
 def sampled_tail_share(group: Group) -> float:
     """Return the sampled share of a complete group's tail, which is all but the short, pruned and failed candidates.
 
-    It is 1 if no candidate is sampled. It is only nearly the probability to be selected, because pruning depends on the
-    sample. It suffices for labels, but not for `selection_weights`.
+    It is only nearly the probability to be selected, because pruning depends on the sample. It suffices for labels, but
+    not for `selection_weights`.
     """
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:
         return 1.0

@@ -20,25 +20,25 @@ from darts_server.estimates.checks import LARGEST, check_count, check_length, ch
 MIN_AHEAD = 5
 """Measured batches that ran ahead before fewer prompts may run. The first batches return the shorter prompts and carry
 the longer ones over, so they look slower than later batches."""
-CLEAR = 0.8
+CLEARLY_FASTER = 0.8
 """Up to this relative time, running ahead is kept without measuring the other kind of batch."""
 MARGIN = 0.03
 """Share by which running ahead must be faster if the last batch did not run ahead, against going back and forth. Also
 the last share of a batch's time, when groups count as ending last."""
-NEAR = 1.1
+NEARLY_EQUAL = 1.1
 """Factor between both times below which the slower kind is tested now and then."""
-LONGEST_UNMEASURED = 256
+MAX_BATCHES_UNMEASURED = 256
 """Batches after which the slower kind is tested in any case."""
 TEST_BATCHES = 2
 """Batches of a test. The first batch only changes the carried prompts, and the second batch is measured."""
-KEPT = 5
+MAX_KEPT_BATCHES = 5
 """Kept measured batches of each kind. Their median ignores a delayed batch."""
-LEAST_CHANGE = 0.5
-MOST_CHANGE = 1.25
+MIN_CHANGE = 0.5
+MAX_CHANGE = 1.25
 """Limits of the factor on the share of prompts that run ahead, from batch to batch."""
-FEWEST_AHEAD = 1 / 64
+MIN_SHARE_AHEAD = 1 / 64
 """Smallest share of extra prompts. With none, nothing more would be learned."""
-LONGEST = 150.0
+MAX_RELATIVE_TIME = 150.0
 """Largest accepted relative time."""
 
 Measured = tuple[int, float]
@@ -87,10 +87,10 @@ class AheadState:
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("ahead", "alone"):
             measured = getattr(self, name)
-            check_length(name, measured, KEPT)
+            check_length(name, measured, MAX_KEPT_BATCHES)
             for batch, time in measured:
                 check_count(name, batch)
-                check_number(name, time, 1 / LONGEST, LONGEST)
+                check_number(name, time, 1 / MAX_RELATIVE_TIME, MAX_RELATIVE_TIME)
                 if batch > self.batches:
                     raise ValueError(f"{name} must have only the {self.batches} batches that have ended, got {batch}")
             # JSON has lists only.
@@ -191,14 +191,14 @@ def _should_test_slower(
     if state.tested % TEST_BATCHES:
         return True
     # The time without running ahead is only estimated, and may be shorter than running ahead.
-    if prefers_ahead and not state.alone and relative_time > CLEAR:
+    if prefers_ahead and not state.alone and relative_time > CLEARLY_FASTER:
         return True
     slower_measured = state.alone if prefers_ahead else state.ahead
     last_measured = 0
     if slower_measured:
         last_measured, _ = slower_measured[-1]
-    is_near = 1 / NEAR < relative_time < NEAR
-    is_old = state.batches - last_measured >= LONGEST_UNMEASURED
+    is_near = 1 / NEARLY_EQUAL < relative_time < NEARLY_EQUAL
+    is_old = state.batches - last_measured >= MAX_BATCHES_UNMEASURED
     is_allowed = state.tested + TEST_BATCHES <= limits.exploration * (state.batches + 1)
     return is_allowed and (is_near or is_old)
 
@@ -226,11 +226,11 @@ def learn_ahead(
     # Keep the share of stale tokens at the user's limit on average. A batch that ran only the needed prompts says
     # nothing about it.
     if choice.runs_ahead or not could_run_ahead:
-        factor = MOST_CHANGE
+        factor = MAX_CHANGE
         if outcome.stale:
             allowed_stale = limits.most_stale * outcome.returned
-            factor = min(max(allowed_stale / outcome.stale, LEAST_CHANGE), MOST_CHANGE)
-        state = replace(state, share=min(max(state.share * factor, FEWEST_AHEAD), 1.0))
+            factor = min(max(allowed_stale / outcome.stale, MIN_CHANGE), MAX_CHANGE)
+        state = replace(state, share=min(max(state.share * factor, MIN_SHARE_AHEAD), 1.0))
     if not outcome.alone:
         return state
 
@@ -244,8 +244,8 @@ def learn_ahead(
     # A batch that runs ahead returns tokens that earlier batches have generated, so the times per token are compared.
     seconds_per_token = outcome.seconds / outcome.generated
     alone_seconds_per_token = alone_seconds / outcome.returned
-    relative_time = min(max(seconds_per_token / alone_seconds_per_token, 1 / LONGEST), LONGEST)
+    relative_time = min(max(seconds_per_token / alone_seconds_per_token, 1 / MAX_RELATIVE_TIME), MAX_RELATIVE_TIME)
     measured = (state.batches, relative_time)
     if choice.runs_ahead:
-        return replace(state, ahead=(*state.ahead, measured)[-KEPT:])
-    return replace(state, alone=(*state.alone, measured)[-KEPT:])
+        return replace(state, ahead=(*state.ahead, measured)[-MAX_KEPT_BATCHES:])
+    return replace(state, alone=(*state.alone, measured)[-MAX_KEPT_BATCHES:])

@@ -74,7 +74,7 @@ class Deadline:
             return self.from_lengths(completion_lengths, num_known)
         if self.recent is None:
             return None
-        # The known lengths alone would be too short a sample, so earlier groups decide, unless the lengths are longer.
+        # The known lengths are the shorter lengths, so earlier groups decide, unless even the known lengths are longer.
         tokens = max(self.recent, self.quantile_of(completion_lengths, num_known) or 0)
         # The more lengths are unknown, the later is the deadline, because these groups may need long answers.
         known_share = num_known / num_groups
@@ -120,15 +120,15 @@ class CohortDeadline:
         # Groups that have reported their need, or still may.
         self._num_groups = groups
         self._reported: set[object] = set()
-        # In order: with thousands of groups, a report must not sort them.
-        self._needs: list[int] = []
+        # With thousands of groups, a report must not sort them.
+        self._sorted_needs: list[int] = []
         self._minimums: dict[object, int | None] = {}
         self._update()
 
     def report_need(self, group: object, tokens: int) -> None:
         """Record the length at a group's `place_of_need`."""
         self._reported.add(group)
-        insort(self._needs, tokens)
+        insort(self._sorted_needs, tokens)
         self._minimums.pop(group, None)
         self._update()
 
@@ -158,13 +158,13 @@ class CohortDeadline:
         # Without earlier groups, a deadline needs this many needs. Return early, because sorting them at each report
         # would be slow. The number is one lower, so that rounding does no harm.
         min_needs = min(rule.quantile, MIN_KNOWN) * self._num_groups - 1
-        if rule.recent is None and len(self._needs) < min_needs:
+        if rule.recent is None and len(self._sorted_needs) < min_needs:
             return
-        self.tokens = rule.from_lengths(self._needs, self._num_groups)
+        self.tokens = rule.from_lengths(self._sorted_needs, self._num_groups)
         if self.tokens is not None:
             return
-        num_unknown = self._num_groups - len(self._needs)
-        tokens = rule.from_known_lengths(self._needs, num_unknown)
+        num_unknown = self._num_groups - len(self._sorted_needs)
+        tokens = rule.from_known_lengths(self._sorted_needs, num_unknown)
         if tokens is None:
             return
 

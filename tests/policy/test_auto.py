@@ -9,9 +9,9 @@ import pytest
 
 from darts_server.estimates.latency import LatencyCurve
 from darts_server.policy.auto import (
-    FEWEST_AHEAD,
-    KEPT,
-    LONGEST_UNMEASURED,
+    MAX_BATCHES_UNMEASURED,
+    MAX_KEPT_BATCHES,
+    MIN_SHARE_AHEAD,
     AheadChoice,
     AheadOutcome,
     AheadState,
@@ -107,7 +107,7 @@ def test_a_kind_that_is_nearly_as_fast_is_tested_again_in_two_batches() -> None:
 def test_a_kind_that_is_much_slower_is_tested_only_after_many_batches() -> None:
     training = Training(1.5)
     training.run(10)
-    tested = training.run(2 * LONGEST_UNMEASURED)
+    tested = training.run(2 * MAX_BATCHES_UNMEASURED)
     assert 0 < tested.count("1") <= 4
     assert training.run(3) == "000", "with the same result"
 
@@ -176,7 +176,7 @@ def test_the_share_that_runs_ahead_follows_the_share_of_stale_tokens_to_the_limi
     assert [choice.started for choice in training.choices[-3:]] == [20] * 3
     training.limits = AutoLimits(most_stale=0.01)
     training.run(30)
-    assert FEWEST_AHEAD <= training.state.share < 0.2
+    assert MIN_SHARE_AHEAD <= training.state.share < 0.2
     training.stale = 0
     training.run(30)
     assert training.state.share == 1.0
@@ -251,7 +251,7 @@ def test_the_first_batch_after_a_change_is_not_measured() -> None:
 def test_only_the_newest_measured_batches_are_kept() -> None:
     training = Training(0.5)
     training.run(20)
-    assert [batch for batch, _ in training.state.ahead] == [*range(21 - KEPT, 21)]
+    assert [batch for batch, _ in training.state.ahead] == [*range(21 - MAX_KEPT_BATCHES, 21)]
 
 
 def test_extreme_times_are_kept_within_limits() -> None:
@@ -273,7 +273,7 @@ def test_the_state_survives_json() -> None:
         {"ending_last": -0.1},
         {"prefers_ahead": "yes"},
         {"ran_ahead": 1},
-        {"ahead": [[1, 1.0]] * (KEPT + 1)},
+        {"ahead": [[1, 1.0]] * (MAX_KEPT_BATCHES + 1)},
         {"ahead": [[1, 0.0]]},
         {"alone": [[41, 1.0]]},
         {"alone": [[1.5, 1.0]]},
