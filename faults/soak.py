@@ -203,7 +203,7 @@ class LocalHead(RemoteHead):
         self._trainer.learn(hidden, position, target, survival)
         self._learned += 1
         if self._learned % TRAIN_EVERY == 0 and self._trainer.train(TRAIN_STEPS):
-            self._apply(self._trainer.report, self._trainer.state(), self._restores)
+            self._apply(self._trainer.report, self._trainer.state(), self._num_restores)
 
 
 class Stack:

@@ -46,7 +46,7 @@ class LocalHead(RemoteHead):
         self._learned += 1
         is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(20) > 0
         if is_trained or self.report.status is not PruningStatus.READY:
-            self._apply(self.trainer.report, self.trainer.state() if is_trained else b"", self._restores)
+            self._apply(self.trainer.report, self.trainer.state() if is_trained else b"", self._num_restores)
 
     def restore(self, data: bytes) -> None:
         super().restore(data)
