@@ -202,7 +202,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         for index, check_at in self._group.check_at.items():
             tokens = None
             if index in self.running:
-                tokens = self.running[index].tokens()
+                tokens = self.running[index].count_tokens()
             if tokens is not None and tokens >= check_at:
                 events.append(Progress(index, tokens))
             self.tokens_until_check = min(self.tokens_until_check, check_at - (tokens or 0))
