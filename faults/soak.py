@@ -240,7 +240,7 @@ class Stack:
             scorer=self.pruner,
             clock=loop.time,
         )
-        self.control.apply_to(self.rollouts)
+        self.control.connect(self.rollouts)
         self.monitor = Monitor(self.rollouts, SessionRegistry(self.rollouts, clock=loop.time), loop.time)
         self.reward_matcher = RewardMatcher(
             self.rollouts.statistics.rewards,
