@@ -528,8 +528,8 @@ def extend_app(
     model_name: str,
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
-    # These three change the routes that the app has now, which are vLLM's.
     errors.install_handlers(application)
+    # These two change the routes that the app has now, which are vLLM's.
     limit_json(application)
     end_at_first_error(application)
 

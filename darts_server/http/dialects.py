@@ -176,7 +176,7 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
         )
 
     for path in AREAL_NCCL:
-        api.add_api_route(path, refuse_nccl, methods=["POST"])
+        api.add_api_route(path, refuse_nccl, name="refuse", methods=["POST"])
 
 
 # --- prime-rl 0.8.0: prime_rl/utils/client.py ---

@@ -148,7 +148,7 @@ def _create_description_route(application: FastAPI, route: Route) -> Route:
         nonlocal made
         async with one_at_a_time:
             if made is None:
-                # The app caches the result of this call, and vLLM's endpoint returns it.
+                # The app caches the result of this call, and the route's endpoint returns it.
                 await anyio.to_thread.run_sync(application.openapi)
                 answer = await route.endpoint(request)
                 made = bytes(answer.body)

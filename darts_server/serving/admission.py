@@ -35,7 +35,7 @@ class Ticket:
         self, admission: "Admission", limited_key: str | None, request: Caller | None, candidates: int = 0
     ) -> None:
         self._admission = admission
-        # Name of the caller's key, or None if it has no limit.
+        # Name of the caller's key, or None for an administrator or without a key.
         self._limited_key = limited_key
         # The request that was admitted, or None if `split` made the ticket.
         self._request = request

@@ -193,18 +193,20 @@ class Batcher:
         try:
             calls = await runner.run([job.answer for job in jobs])
         finally:
-            seconds = max((loop.time() - began) / len(jobs), MIN_SECONDS)
-            if self._seconds_per_answer < math.inf:
-                seconds = max(seconds, DECAY * self._seconds_per_answer)
-            self._seconds_per_answer = seconds
-            for job, call in zip(jobs, calls, strict=True):
-                if call is None and not job.must_run_alone:
-                    job.must_run_alone = True
-                    self._waiting.appendleft(job)
-                else:
-                    self._end_job(job, call or LOST)
-            # Also after an unexpected error, because other jobs wait.
-            self._release(runner)
+            try:
+                seconds = max((loop.time() - began) / len(jobs), MIN_SECONDS)
+                if self._seconds_per_answer < math.inf:
+                    seconds = max(seconds, DECAY * self._seconds_per_answer)
+                self._seconds_per_answer = seconds
+                for job, call in zip(jobs, calls, strict=True):
+                    if call is None and not job.must_run_alone:
+                        job.must_run_alone = True
+                        self._waiting.appendleft(job)
+                    else:
+                        self._end_job(job, call or LOST)
+            finally:
+                # Also after an unexpected error, because other jobs wait.
+                self._release(runner)
 
     def _release(self, runner: Runner) -> None:
         self._free_runners.insert(len(self._free_runners) if runner.is_started else 0, runner)

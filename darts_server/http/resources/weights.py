@@ -176,7 +176,7 @@ def describe_weights(updates: Updates) -> WeightsAnswer:
     ]
     last = coordinator.last
     last_error = coordinator.last_error
-    # A partial update does not replace all tensors that a failed update may have left.
+    # An update of a LoRA adapter does not replace tensors that a failed update may have left.
     if last is not None and last.outcome is UpdateOutcome.COMPLETED and updates.loaded.intact:
         last_error = None
     return WeightsAnswer(
