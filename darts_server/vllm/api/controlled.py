@@ -109,7 +109,7 @@ class ControlledLLM(AsyncLLM):
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
-        # `ShapingLLM.fail` has stopped the server, although the engine may be alive.
+        # After `ShapingLLM.fail` the server takes no requests, although the engine may be alive.
         self.gate.raise_failure()
         await super().check_health()
 

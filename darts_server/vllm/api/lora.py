@@ -78,8 +78,8 @@ class VllmLoras:
         # The LoRARequest that is sent with requests has no load_inplace: with it, the engine would load the files at
         # every step.
         self.pushed[name] = LoRARequest(name, adapter_id, str(folder))
-        load_request = LoRARequest(name, adapter_id, str(folder), load_inplace=True)
         try:
+            load_request = LoRARequest(name, adapter_id, str(folder), load_inplace=True)
             is_loaded = await AsyncLLM.add_lora(self._llm, load_request)
         except Exception as error:
             raise UpdateFailed(f"the engine could not load the LoRA adapter: {error}") from error

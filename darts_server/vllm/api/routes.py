@@ -419,15 +419,15 @@ def _read_check_finite(handler: Handler) -> Handler:
 def _make_error_response(
     create_error_response: Callable[..., Any],
     error_fields: ErrorFields,
-    error: Any,
+    message: Any,
     *args: Any,
     **more: Any,
 ) -> Any:
     """Stand in for vLLM's ``create_error_response``."""
-    # vLLM passes messages, too.
-    if not isinstance(error, DartsError):
-        return create_error_response(error, *args, **more)
-    fields = error_fields(error)
+    # A message is a text or an error. vLLM also passes it by this name.
+    if not isinstance(message, DartsError):
+        return create_error_response(message, *args, **more)
+    fields = error_fields(message)
     status = HTTPStatus(fields["code"])
     response = create_error_response(
         fields["message"],

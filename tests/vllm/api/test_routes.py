@@ -158,6 +158,8 @@ async def test_errors_of_vllm_stay_as_they_are() -> None:
     )
     assert completions.create_error_response(error) == create_error_response(error)
     assert completions.create_error_response("no", param="n") == create_error_response("no", param="n")
+    # vLLM names the argument if the model is unknown, and in streams.
+    assert completions.create_error_response(message=error) == create_error_response(error)
     with pytest.raises(ValueError, match="no"):
         await messages.create_chat_completion(SimpleNamespace(error=error), raw())
     *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
