@@ -103,7 +103,7 @@ class ShapingLLM(UnshapedLLM):
             turn.names_group = group_name is not None
             # None: vLLM serves the request, and it belongs to no group.
             plan = rollouts.plan(sampling_params.n, shaping, turn)
-            # A single request of a group that `off` or `auto` does not shape: vLLM serves it, and the group is recorded.
+            # A single request of a group that `off` or `auto` does not shape: vLLM serves it, and its group is counted.
             is_counted = plan is not None and plan.policy == OFF
             if plan is not None and not is_counted:
                 check_group(self, request)
