@@ -101,7 +101,8 @@ def report(rounds: Mapping[str, Sequence[Round]]) -> str:
 def measure(server: Server, model: str, prompts: int, sampling: Mapping[str, object]) -> Round:
     """Send all prompts at once, a request each."""
     body = {"model": model, "n": GROUP_SIZE, "logprobs": 0, "return_token_ids": True, **sampling}
-    return measure_load(server, lambda: asyncio.run(send_all(server, body, draw_prompts(prompts))))
+    texts = draw_prompts(prompts)
+    return measure_load(server, lambda: asyncio.run(send_all(server, body, texts)))
 
 
 def measure_batch(server: Server, prompts: int, sampling: Mapping[str, object]) -> Round:

@@ -151,7 +151,7 @@ class SessionGroup:
         return self
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        # If the block was left early, nothing is awaited and no error hides the caller's error.
+        # If the block was left early, its agents are not awaited, and no error hides the caller's error.
         end_event = self._end_event if exc_type is None else None
         try:
             if end_event is not None and self._tasks:

@@ -280,7 +280,8 @@ class BatchReader:
         if self._request.stream == "tokens":
             tokens_of = partial(self._assembly.selected_tokens, number)
         group = build_group(payload, self._request, tokens_of, self._returns_survivors)
-        self._assembly.close_group(number)
+        if self._request.stream == "tokens":
+            self._assembly.close_group(number)
         if group.error is not None:
             self.failed.append(group)
         return GroupEvent(group)

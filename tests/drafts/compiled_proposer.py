@@ -30,6 +30,7 @@ def test_acceptance_learns_up_to_the_first_wrong_token() -> None:
     sampled = np.array([4, 9, 6], np.int64)
     learn_acceptance(acceptance.hits, acceptance.tries, totals, tokens, cells, 3, 3, sampled)
     assert (acceptance.tries[:3] - PRIOR_TRIES).tolist() == [1, 1, 0]
+    assert (acceptance.hits[:3] - Acceptance().hits[:3]).tolist() == [1, 0, 0]
     assert totals.tolist() == [[3, 0], [1, 0]]
 
 
@@ -43,6 +44,7 @@ def test_only_verified_tokens_are_counted_by_source_and_the_next_token_teaches_t
     learn_acceptance(acceptance.hits, acceptance.tries, totals, tokens, cells, 3, 2, sampled)
     assert totals.tolist() == [[1, 1], [1, 1]]
     assert (acceptance.tries[cells] - PRIOR_TRIES).tolist() == [1, 2, 2]
+    assert (acceptance.hits[cells] - Acceptance().hits[cells]).tolist() == [1, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -40,7 +40,7 @@ def connect(server: Server) -> socket.socket:
 )
 def test_a_large_head_costs_next_to_nothing(server: Server, head: bytes) -> None:
     before = peak_memory(server)
-    with served_meanwhile(server), closing(connect(server)) as caller:
+    with served_meanwhile(server, 2.0), closing(connect(server)) as caller:
         with suppress(ConnectionError):  # the server closes the connection
             caller.sendall(head)
         with suppress(ConnectionResetError):

@@ -63,8 +63,8 @@ def test_lengths_and_right_answers_are_the_same_and_steps_are_fewer(
     assert fast_steps < 0.7 * plain_steps
 
 
-QUICK = ("resumed", "updates meanwhile")
-"""Other tests of a push draft for single requests, and for candidates that are aborted."""
+QUICK = ("aborts meanwhile", "updates meanwhile")
+"""The tests of coupled sampling compare single and resumed requests with and without drafts, token by token."""
 
 
 @pytest.mark.timeout(3600)

@@ -244,7 +244,7 @@ def count_passes(steps: int, passes_of_step: int, passes_of_epoch: int) -> int:
 
 
 def iterate_prompt_numbers(trainer: Any, size: int) -> Iterator[int]:
-    """Yield the numbers of prompts as TRL draws them, epoch after epoch, each once in an epoch."""
+    """Yield the numbers of prompts as TRL draws them, epoch after epoch, each at most once in an epoch."""
     sampler = RepeatSampler(
         trainer.train_dataset,
         mini_repeat_count=1,

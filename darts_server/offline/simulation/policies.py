@@ -54,7 +54,7 @@ class Policy:
     def steps_per_long_round(self) -> int:
         if not self.long_rounds:
             return 1
-        # Each step leaves a share of `start` - 1 of a long round, which is one more step.
+        # Each step leaves `start` - 1 of its prompts unfinished. When they fill a step, a long round finishes them.
         return 1 + ceil(1 / (self.start - 1))
 
     def max_candidates(self, size: int) -> int:

@@ -39,7 +39,7 @@ class Allocator:
         clock: monotonic seconds.
         rng: decides which cohorts explore.
         redundancy_scale: returns the share of the redundancy that the load leaves room for, 0 to 1.
-        gate_opening: returns `Gate.opening`.
+        gate_opening: returns `Gate.opening_number`.
     """
 
     def __init__(

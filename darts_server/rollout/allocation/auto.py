@@ -12,7 +12,7 @@ STATE = json_kind("ahead", AheadState)
 
 
 class Auto:
-    """Choose for batches that resume prompts, and learn by group size. ``gate_opening``: returns `Gate.opening`."""
+    """Choose for batches that resume prompts, and learn by group size. `gate_opening` returns `Gate.opening_number`."""
 
     def __init__(self, statistics: Statistics, gate_opening: Callable[[], int | None]) -> None:
         self.statistics = statistics
