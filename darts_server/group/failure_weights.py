@@ -21,8 +21,8 @@ def failure_weight_factor(failed_survivals: Sequence[float], num_started: int) -
     * the Newton series of g(d) is the sum over k of C(d, k) / C(n - 1, k), and C(d, k) is the expectation of e_k, the
       sum over all sets of k failed candidates of the products of their W. Candidate i is in none of these sets.
 
-    Hence 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias. Without pruning
-    the factor is 1. It is exact for a fixed number of candidates, and an estimate if failed candidates were replaced.
+    Hence the sum over k of e_k / C(n - 1, k) scales 1 / survival to all n, without bias. Without pruning the
+    factor is 1. It is exact for a fixed number of candidates, and an estimate if failed candidates were replaced.
     """
     num_failed = len(failed_survivals)
     uncertain_survivals = [survival for survival in failed_survivals if survival < 1]
@@ -41,5 +41,7 @@ def failure_weight_factor(failed_survivals: Sequence[float], num_started: int) -
     with np.errstate(over="ignore"):
         for survival in uncertain_survivals:
             terms[1:] += terms[:-1] / binomial_ratios / survival
-        # The weights stand for the candidates that did not fail.
-        return float(terms.sum()) * (num_started - num_failed) / num_started
+        # Scaled sums over the survivors estimate sums over all started candidates.
+        scale_to_started = float(terms.sum())
+    # The weights stand for the candidates that did not fail.
+    return scale_to_started * (num_started - num_failed) / num_started

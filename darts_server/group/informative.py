@@ -82,11 +82,11 @@ def inclusion_shares(sizes: Sequence[int], places: int) -> tuple[list[int], int]
     """Return whole numbers and a unit: each probability to be sampled is exactly the number divided by the unit.
 
     The probabilities are proportional to ``sizes``, but at most 1 and at least ``places / (FLOOR * len(sizes))``. Their
-    sum is ``places``. If all sizes that are not limited are 0, they share the rest evenly.
+    sum is ``places``.
 
     ``places``: at most the number of sizes.
     """
-    # A share of `max_share` is the probability 1, and the smallest probability is a whole share too.
+    # A share of `max_share` is the probability 1, and `min_share` is the smallest probability.
     max_share = FLOOR * max(len(sizes), 1)
     min_share = places
     clipped_shares: dict[int, int] = {}
@@ -110,6 +110,7 @@ def inclusion_shares(sizes: Sequence[int], places: int) -> tuple[list[int], int]
             clipped_shares.update((index, min_share) for index in free if below[index] > 0)
 
     if not free_size:
+        # All free candidates have size 0, and share the budget evenly.
         sizes = [1] * len(sizes)
         free_size = max(len(free), 1)
     # All shares times free_size, so that they are whole numbers.

@@ -42,7 +42,7 @@ class SampledTailSelector(Selector):
         return sorted((self.candidates[index] for _, index in keys), key=attrgetter("tail_draw"))
 
     def _tail_only_candidates(self) -> list[Candidate]:
-        """Return the running candidates that can be selected for the tail alone, the lowest tail draw first."""
+        """Return running candidates that can only be selected for the tail, the lowest draw first."""
         # A deadline is known only when the candidate at `completion_place` has finished, so contenders for it run on.
         place = self.rule.num_shortest
         if self.has_deadline:
@@ -86,9 +86,11 @@ class SampledTailSelector(Selector):
         candidates = self.candidates
         lower_running = [key for key in self.running_by_length if candidates[key[1]].tail_draw < tail_draw]
         displaced = 0
+        # There are tail-only candidates, so valid candidates take all K places.
         while displaced < places:
             longest_short = self.valid_by_length[places - displaced - 1]
-            if bisect_left(lower_running, longest_short) <= displaced:
+            num_maybe_shorter = bisect_left(lower_running, longest_short)
+            if num_maybe_shorter <= displaced:
                 break
             displaced += 1
         lower = len(lower_running) - displaced
@@ -139,15 +141,15 @@ class CutTailSelector(SampledTailSelector):
     """Selects like a sampled tail, but keeps only the first D tokens of a tail candidate.
 
     The length at ``completion_place`` must be known, so candidates that lost the tail run until they are longer. While
-    this length may still fall, and D with it, a candidate that may be cut is not final.
+    it may still fall, a candidate that may be cut is not final.
     """
 
     has_deadline = True
 
     def _final_deadline(self) -> int | None:
-        """Return the deadline D of this group in tokens, or None while it may still change."""
+        """Return the group's deadline D in tokens, or None while it may still change."""
         place = self.rule.completion_place
-        # While a running candidate can still get to this place, D may fall.
+        # While a running candidate can still get to this place, the completion length may fall, and D with it.
         if self.deadline is None or self.count_contenders(place) > 0:
             return None
         completion_length = self.nth_shortest_length(place)

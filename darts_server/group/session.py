@@ -64,7 +64,7 @@ class Row:
         logprobs = array("f")
         start = 0
         for added, generated in self._added_and_generated():
-            logprobs.frombytes(bytes(TOKEN_BYTES * added))
+            logprobs += array("f", [0.0]) * added
             logprobs += self.generated_logprobs[start : start + generated]
             start += generated
         return logprobs
@@ -102,6 +102,7 @@ class Row:
         self.turn_lengths = turn_lengths
         del self.full_blocks[num_blocks:]
         del self.generated_logprobs[max_generated:]
+        # The spans have more tokens, so this cuts them, and no token gets version 0.
         self.spans = extend_spans(self.spans, 0, max_generated)
 
     def _added_and_generated(self) -> Iterator[tuple[int, int]]:
@@ -168,8 +169,7 @@ class Session:
     def tool_times(self) -> "array[float]":
         """Return begin and end of each of the first intervals of tool time, one after the other.
 
-        The last interval has no end while a tool runs. The time from the last turn to the session's end is an interval
-        too, though it is not in `tool_seconds`.
+        The last interval has no end while a tool runs. The time from the last turn to the session's end is an interval.
         """
         times = self._tool_times[:]
         if self.tool_since is not None:
@@ -224,6 +224,7 @@ class Session:
         if self.end_reason is not None:
             raise IllegalMove(f"session {self.index} is {self.end_reason} already, and cannot be {reason}")
         if self.tool_since is not None:
+            # This interval is not between turns, so it does not count in `tool_seconds`.
             self._add_tool_interval(self.tool_since, now)
         self.end_reason = reason
         self.ended_at = now

@@ -31,6 +31,7 @@ BROWNOUT_SHARE = 0.5
 RELIEF = 0.5
 """Gap between falling and rising redundancy, as a share of ``start``."""
 BELOW_HALF = math.nextafter(0.5, 0)
+"""Largest carry. A carry of 0.5 would round a whole number up."""
 
 
 def cv_log_mean(std: float, mean: float, size: int) -> float:
@@ -70,14 +71,14 @@ def allocate_by_std(
 ) -> list[int]:
     """Compute the candidates of each prompt from its length std in tokens.
 
-    The weights are (x - min + 1) / (max - min), as in the paper's public code, or all one if all stds are equal. An
-    unknown std (None) counts as the mean of the known stds.
+    An unknown std (None) counts as the mean of the known stds.
     """
     mean_known = _mean([std for std in stds if std is not None])
     known = np.array([mean_known if std is None else std for std in stds], dtype=np.float64)
     spread = float(np.ptp(known)) if known.size else 0.0
     weights = np.ones(known.size)
-    # A smaller spread cannot be divided by. As it vanishes, the ratios of the weights tend to 1.
+    # As in the paper's public code, although the division scales all weights alike. A smaller spread cannot be divided
+    # by. As it vanishes, the ratios of the weights tend to 1.
     if spread > np.finfo(float).tiny:
         weights = (known - known.min() + 1) / spread
     return allocate(weights, budget, low, high)
@@ -149,8 +150,7 @@ class ShadowPrice:
     price mu. The last `WINDOW` requests serve as the cohort: mu is the price at which their mean m is the target. The
     divisor of the weights is left to mu, so w is x - min + 1.
 
-    A debt moves the target of the next requests, and is made up within about `DEBT_HORIZON` requests. So in any stream,
-    the mean of n requests is off by at most about `DEBT_HORIZON` * (high - low) / n.
+    In any stream, the mean of n requests is off by at most about `DEBT_HORIZON` * (high - low) / n.
 
     ``recent``: length stds of the last requests in tokens, oldest first. ``debt``: number of candidates that were given
     too few so far, or below zero, too many. ``carry``: remainder of rounding, in [-0.5, 0.5).
@@ -188,11 +188,13 @@ class ShadowPrice:
         if std is None:
             stds = np.append(stds, _mean(self.recent))
 
-        # Each request of the cohort gets clip(scale * root, low, high) candidates, where scale = 1 / sqrt(mu). The sum
-        # is a piecewise linear, increasing function of the scale. Its slope changes where a root leaves `low` and where
-        # it reaches `high`. The wanted sum is interpolated between the sums at these points.
+        # Each request of the cohort gets clip(scale * root, low, high) candidates, where scale = 1 / sqrt(price). The
+        # sum is a piecewise linear, increasing function of the scale. Its slope changes where a root leaves `low` and
+        # where it reaches `high`. The wanted sum is interpolated between the sums at these points.
         roots = np.sqrt(stds - stds.min() + 1)
-        wanted_mean = min(max(target + self.debt / DEBT_HORIZON, low), high)
+        # The next `DEBT_HORIZON` requests make up the debt.
+        target_with_debt = target + self.debt / DEBT_HORIZON
+        wanted_mean = min(max(target_with_debt, low), high)
         bends = np.concatenate([low / roots, high / roots])
         order = np.argsort(bends)
         bends = bends[order]
@@ -200,8 +202,7 @@ class ShadowPrice:
         sums = low * roots.size + np.concatenate([[0.0], np.cumsum(slopes * np.diff(bends))])
         scale = float(np.interp(wanted_mean * roots.size, sums, bends))
 
-        # The last of `stds` is this request. The remainder of rounding is added to the next request's candidates, so
-        # that the mean is kept.
+        # The last of `stds` is this request. The carry evens out rounding, and the debt any difference from the target.
         exact = min(max(scale * float(roots[-1]), low), high)
         candidates = min(max(math.floor(exact + self.carry + 0.5), low), high)
         self.carry = min(max(self.carry + exact - candidates, -0.5), BELOW_HALF)

@@ -23,8 +23,9 @@ the longer ones over, so they look slower than later batches."""
 CLEARLY_FASTER = 0.8
 """Up to this relative time, running ahead is kept without measuring the other kind of batch."""
 MARGIN = 0.03
-"""Share by which running ahead must be faster if the last batch did not run ahead, against going back and forth. Also
-the last share of a batch's time, when groups count as ending last."""
+"""Share by which running ahead must be faster if the last batch did not run ahead, against going back and forth."""
+ENDING_LAST_SHARE = 0.03
+"""Last share of a batch's time, when groups count as ending last."""
 NEARLY_EQUAL = 1.1
 """Factor between both times below which the slower kind is tested now and then."""
 MAX_BATCHES_UNMEASURED = 256
@@ -209,7 +210,6 @@ def learn_ahead(
     choice: AheadChoice,
     outcome: AheadOutcome,
 ) -> AheadState:
-    """Return the state after a batch has ended."""
     could_run_ahead = round(state.share * (choice.offered - choice.needed)) > 0
     has_changed = state.ran_ahead != choice.runs_ahead
     state = replace(
@@ -223,20 +223,22 @@ def learn_ahead(
     if not outcome.returned:
         return state
 
-    # Keep the share of stale tokens at the user's limit on average. A batch that ran only the needed prompts says
-    # nothing about it.
+    # Keep the share of stale tokens at the user's limit on average. A batch that ran only the needed prompts by choice
+    # says nothing about it. A share that is too small for an extra prompt must grow again.
     if choice.runs_ahead or not could_run_ahead:
         factor = MAX_CHANGE
         if outcome.stale:
             allowed_stale = limits.most_stale * outcome.returned
             factor = min(max(allowed_stale / outcome.stale, MIN_CHANGE), MAX_CHANGE)
         state = replace(state, share=min(max(state.share * factor, MIN_SHARE_AHEAD), 1.0))
-    if not outcome.alone:
+    group_seconds_alone = outcome.alone
+    if not group_seconds_alone:
         return state
 
-    alone_seconds = max(outcome.alone)
-    num_ending_last = sum(seconds >= (1 - MARGIN) * alone_seconds for seconds in outcome.alone)
-    state = replace(state, ending_last=(state.ending_last + num_ending_last / len(outcome.alone)) / 2)
+    alone_seconds = max(group_seconds_alone)
+    last_begins_at = (1 - ENDING_LAST_SHARE) * alone_seconds
+    num_ending_last = sum(seconds >= last_begins_at for seconds in group_seconds_alone)
+    state = replace(state, ending_last=(state.ending_last + num_ending_last / len(group_seconds_alone)) / 2)
 
     # After a change, the batch resumes what the other kind has carried over, so its time is not typical.
     if has_changed or not outcome.seconds or outcome.generated <= 0:

@@ -71,6 +71,7 @@ class Deadline:
         num_known = len(completion_lengths)
         num_groups = num_known + num_unknown
         if num_known >= MIN_KNOWN * num_groups:
+            # The known groups decide alone.
             return self.from_lengths(completion_lengths, num_known)
         if self.recent is None:
             return None
@@ -122,29 +123,29 @@ class CohortDeadline:
         self._reported: set[object] = set()
         # With thousands of groups, a report must not sort them.
         self._sorted_needs: list[int] = []
-        self._minimums: dict[object, int | None] = {}
+        # Of groups without a reported need. None: too few candidates can be valid.
+        self._least_needs: dict[object, int | None] = {}
         self._update()
 
     def report_need(self, group: object, tokens: int) -> None:
         """Record the length at a group's `place_of_need`."""
         self._reported.add(group)
         insort(self._sorted_needs, tokens)
-        self._minimums.pop(group, None)
+        self._least_needs.pop(group, None)
         self._update()
 
     def report_minimum(self, group: object, tokens: int | None) -> None:
         """Record the least that a group can need, or None if it can no longer have enough valid candidates."""
-        self._minimums[group] = tokens
+        self._least_needs[group] = tokens
         self._update()
 
     def add_group(self) -> None:
-        """Count one more group, which has just started."""
         self._num_groups += 1
         self._update()
 
     def remove(self, group: object) -> None:
         """Remove a group that has ended. Its need still counts if it was reported."""
-        self._minimums.pop(group, None)
+        self._least_needs.pop(group, None)
         if group not in self._reported:
             self._num_groups -= 1
             self._update()
@@ -171,8 +172,8 @@ class CohortDeadline:
         # A group that needs more than the cut length will be cut there, so it has no completion length. If this is
         # certain for all other groups, the deadline is known while they still run.
         cut_length = rule.cut_length_of(tokens)
-        minimums = self._minimums.values()
-        if len(minimums) == num_unknown and all(minimum is None or minimum > cut_length for minimum in minimums):
+        least_needs = self._least_needs.values()
+        if len(least_needs) == num_unknown and all(least is None or least > cut_length for least in least_needs):
             self.tokens = tokens
         else:
             self.pending_cut_length = cut_length
@@ -206,8 +207,8 @@ class RecentCompletionLengths:
         uncut = self._uncut()
         tokens = rule.from_lengths(uncut, len(self._lengths))
         if tokens is None:
-            # Too many groups were cut. If fewer than `MIN_GROUPS` were not, there is no deadline, so that groups show
-            # their lengths again.
+            # Too many groups were cut. With fewer than `MIN_GROUPS` others, `quantile` is None. If these are also less
+            # than `MIN_KNOWN` of all, there is no deadline, so that groups show their lengths again.
             rule = replace(rule, recent=self.quantile(rule))
             tokens = rule.from_known_lengths(uncut, len(self._lengths) - len(uncut))
         return tokens

@@ -195,15 +195,17 @@ def build_policies(
 ) -> dict[str, Shaping]:
     """Build all policies except ``off`` and ``auto``, by name. Without ``pruning``, policies that prune are left out.
 
-    ``base``: the policy ``uniform``. ``informative``: the policy of this name, or None to leave it out.
+    ``base``: the policy ``uniform``. ``informative``: the policy of this name.
     """
     darts = replace(base, adaptive=True)
     fixed = replace(base, budget=BudgetKind.FIXED)
+    # `cap` starts no extra candidates, and waits for the share of them that `uniform` returns.
+    completion_share = 1 / base.redundancy
     policies = {
         "uniform": base,
         "darts": darts,
         "darts_cut": replace(darts, tail=Tail.SAMPLED, deadline=deadline),
-        "cap": replace(fixed, redundancy=1.0, deadline=deadline, completion_share=1 / base.redundancy),
+        "cap": replace(fixed, redundancy=1.0, deadline=deadline, completion_share=completion_share),
     }
     if pruning is not None:
         # On average, pruning leaves as many candidates as are returned.

@@ -64,6 +64,7 @@ def _signal_gains(posteriors: Sequence[Beta], candidates: int) -> Iterator[Float
     all_wrong = wrong / total
     for n in range(1, candidates):
         total = right + wrong + n
-        yield (all_right * wrong + all_wrong * right) / total
+        first_differs = (all_right * wrong + all_wrong * right) / total
+        yield first_differs
         all_right *= (right + n) / total
         all_wrong *= (wrong + n) / total

@@ -45,8 +45,9 @@ class Pruning:
 
     def fit(self, qualities: Sequence[float] | Floats) -> "SurvivalCurve":
         """Fit survival to recent q, at least one, such that its mean is the keep ratio."""
-        # The mean rises with the shift from p_min to p_max, so bisection finds the shift.
+        # Likely right candidates survive less often, to balance right and wrong answers.
         unshifted = self.keep_ratio - BALANCE_STRENGTH * np.asarray(qualities, dtype=np.float64)
+        # The mean rises with the shift from `MIN_SURVIVAL` to `MAX_SURVIVAL`, so bisection finds the shift.
         low = MIN_SURVIVAL - float(unshifted.max())
         high = MAX_SURVIVAL - float(unshifted.min())
         for _ in range(BISECTIONS):

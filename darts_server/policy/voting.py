@@ -159,14 +159,16 @@ Weighting = MajorityWeighting | RankWeighting | LogOddsWeighting
 
 
 def create_weighting(weights: VoteWeights, pattern: str | Sequence[str]) -> Weighting:
-    """Create a weighting by its name. With a list of choices, all choices but one are wrong answers."""
+    """Create a weighting by its name. ``pattern``: see `create_extractor`."""
     if weights == "majority":
         return MajorityWeighting()
     if weights == "rank":
         return RankWeighting()
     if isinstance(pattern, str):
         return LogOddsWeighting()
-    return LogOddsWeighting(max(1, len(pattern) - 1))
+    # A list has all possible answers.
+    num_wrong_answers = max(1, len(pattern) - 1)
+    return LogOddsWeighting(num_wrong_answers)
 
 
 # --- counting ---------------------------------------------------------------
