@@ -92,8 +92,8 @@ class Confidence:
             self._save_soon.request()
 
     def _sync_with_store(self, *, save: bool = False) -> None:
-        """Load the calibration if a restore has replaced it in the store, then ``save`` it."""
         try:
+            # `reload` only loads labels that a restore has put into the store. They replace the labels here.
             for point in self.points.values():
                 point.reload()
             if save:
@@ -162,7 +162,7 @@ class BallotBox(Generic[RequestT, OutputT]):
         self._weighting = create_weighting(vote.weights, vote.pattern)
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
-        """Return whether the winner is certain, whatever the ``remaining`` candidates answer."""
+        """Return whether the winner is certain, whatever ``remaining`` candidates answer."""
         votes, unscored = self._make_votes()
         # A vote without a score can still get any weight.
         missing = [*remaining, *(vote.index for vote in unscored)]
@@ -297,7 +297,9 @@ class VoteRunner(Generic[RequestT, OutputT]):
             )
             started_at = self._clock()
             async with self._rollouts.gate.enter():
-                run = self._rollouts.create_run(spec, ticket=ticket.split(vote.n))
+                # The group releases the candidates when it ends. `ticket` counts the request until its answer.
+                group_ticket = ticket.split(vote.n)
+                run = self._rollouts.create_run(spec, ticket=group_ticket)
                 run.open(InOrder(vote.n), Allocation(vote.n))
                 box = BallotBox(vote, run, calibrate)
                 decided_early = await self._collect(run, extract, box)

@@ -199,9 +199,13 @@ def _parse_manifest(document: Document) -> Manifest:
         case {"side": int(slot), "parts": int(parts), "digest": str(digest), **numbers}:
             if slot not in (0, 1) or not 0 <= parts <= MAX_PARTS:
                 raise ValueError(f"side must be 0 or 1, and parts in [0, {MAX_PARTS}]")
+            counts = {}
             for name, number in numbers.items():
                 check_count(name, number)
-            return Manifest(slot, parts, digest, {name: n for name, n in numbers.items() if isinstance(n, int)})
+                # For the type checker.
+                assert isinstance(number, int)
+                counts[name] = number
+            return Manifest(slot, parts, digest, counts)
     raise ValueError("side and parts must be whole numbers, and digest a text")
 
 

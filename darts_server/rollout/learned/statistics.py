@@ -89,13 +89,10 @@ def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
     return blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=KEY_BYTES).hexdigest()
 
 
-def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
-    """Return the lengths of a group's candidates. Stopped and cut candidates are censored.
-
-    ``beyond_limit``: whether the lengths of truncated candidates are censored too.
-    """
+def observations(record: GroupRecord, *, censor_truncated: bool = True) -> list[Observation]:
+    """Return the lengths of a group's candidates. Stopped and cut candidates are censored."""
     uncensored_reasons = {FinishReason.STOP}
-    if not beyond_limit:
+    if not censor_truncated:
         uncensored_reasons.add(FinishReason.LENGTH)
     observed = []
     for candidate in record.current_candidates:
@@ -113,6 +110,7 @@ def length_limit(record: GroupRecord) -> int | None:
     limit = max(truncated_at, default=record.max_tokens)
     longest = max((c.tokens for c in candidates), default=0)
     if limit is None or limit < longest:
+        # The longer candidate had another limit.
         return None
     return limit
 
@@ -130,7 +128,6 @@ class Dataset:
         self._pending_groups: list[tuple[int, int, LengthEstimate, list[tuple[float, bool]]]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending
-        """Write pending changes to the documents."""
 
     @property
     def stats(self) -> DatasetStats:
@@ -191,7 +188,6 @@ class Latency:
         self._states = StoredValues(documents, LATENCY)
         self._write_later = Debounce(LATENCY_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending
-        """Write pending changes to the documents."""
         self._generation = documents.generation
         self._model = self._states.load(ENGINE_KEY) or LatencyModel()
 
@@ -252,7 +248,6 @@ class Rewards:
 
     def __init__(self, documents: DocumentStore) -> None:
         self.prompts = StoredValues(documents, PROMPT_REWARDS)
-        """Statistics of each prompt that has rewards, by prompt key."""
         self._dataset = StoredValues(documents, DATASET_REWARDS)
 
     @property
@@ -315,7 +310,6 @@ class PassRates:
             self._prompts.save(record.prompt_key, astuple(counts.with_answers(counted, version)))
 
     def posteriors(self, keys: Sequence[str]) -> list[Beta]:
-        """Return the present distribution of each prompt's pass rate."""
         recent = self._recent.load(KEY) or RecentPassRates()
         prior = recent.prior
         posteriors = []
@@ -371,13 +365,14 @@ def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
     """Return reward statistics as JSON values, or None without rewards."""
     if stats is None or stats.pass_rate is None:
         return None
+    right_minus_wrong_tokens = stats.difference
     return {
         "rewarded": stats.rewarded,
         "right": stats.right.count,
         "pass_rate": stats.pass_rate,
         "zero_variance_groups": stats.zero_variance,
         "rewarded_groups": stats.groups,
-        "difference": stats.difference,
+        "difference": right_minus_wrong_tokens,
     }
 
 
@@ -390,7 +385,7 @@ class LengthBias:
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.outcome is Outcome.COMPLETED:
-            sample = complete_sample(observations(record, beyond_limit=False))
+            sample = complete_sample(observations(record, censor_truncated=False))
             # A stopped candidate would have become longer, but not longer than its request allows.
             limit = length_limit(record)
             if limit is not None:
@@ -450,7 +445,7 @@ class Statistics:
                 length_limit(record),
                 record.prompt_tokens,
             )
-            # A document of a prompt is a dictionary of the fields of its statistics.
+            # `StoredValues.save` would write JSON text. Documents of this kind have the fields themselves.
             self.documents.put(KIND, record.prompt_key, asdict(stats))
         self.dataset.learn(observed, estimate, version, earlier)
 

@@ -107,7 +107,7 @@ class Changes:
     fully_rewarded: list[ReturnedGroup] = field(default_factory=list)
 
     def add_rewarded_group(self, group: ReturnedGroup) -> None:
-        self.new[group.prompt_key] += _group_stats(group)
+        self.new[group.prompt_key] += _stats_if_fully_rewarded(group)
         self.fully_rewarded.append(group)
 
 
@@ -155,14 +155,15 @@ class RewardMatcher:
         trajectory = ReturnedTrajectory(
             group, returned.index, fingerprint(returned.prompt_token_ids, returned.token_ids)
         )
-        group.trajectories[str(returned.index)] = trajectory
+        index_in_id = str(returned.index)
+        group.trajectories[index_in_id] = trajectory
         self._by_fingerprint.setdefault(trajectory.fingerprint, []).append(trajectory)
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Keep a group that has ended, and learn from its trajectories that have rewards already."""
         group = self._find_or_create(record.key, record.started_at, record.prompt_key)
         group.record = record
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
+        # Now the number of candidates is known, which the cache limits.
         self._keep(group)
         changes = Changes()
         if group.is_fully_rewarded:
@@ -237,7 +238,7 @@ class RewardMatcher:
         record = group.record
         is_first = trajectory.reward is None
         if not is_first and record is not None:
-            changes.old[group.prompt_key] += _trajectory_stats(trajectory, record) + _group_stats(group)
+            changes.old[group.prompt_key] += _trajectory_stats(trajectory, record) + _stats_if_fully_rewarded(group)
         trajectory.reward = reward
         trajectory.correct = correct
 
@@ -250,7 +251,7 @@ class RewardMatcher:
             if group.is_fully_rewarded:
                 changes.add_rewarded_group(group)
         elif record is not None:
-            changes.new[group.prompt_key] += _trajectory_stats(trajectory, record) + _group_stats(group)
+            changes.new[group.prompt_key] += _trajectory_stats(trajectory, record) + _stats_if_fully_rewarded(group)
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
         who = caller.get()
@@ -259,6 +260,7 @@ class RewardMatcher:
                 fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ()
             )
             of_caller = [trajectory for trajectory in same_tokens if trajectory.group.key[0] == who.name]
+            # Rewards may come with another key than the rollouts.
             return of_caller or same_tokens
         # Callers may have made the id from the group's id in a response header, where it is encoded.
         for trajectory_id in (reward.trajectory_id, decode_from_header(reward.trajectory_id)):
@@ -323,8 +325,7 @@ def _correct_of_discarded(record: GroupRecord) -> dict[int, bool]:
     return {c.index: c.correct for c in record.candidates if c.selected_as is None and c.correct is not None}
 
 
-def _group_stats(group: ReturnedGroup) -> RewardStats:
-    """Return the statistics of a fully rewarded group itself; empty for other groups."""
+def _stats_if_fully_rewarded(group: ReturnedGroup) -> RewardStats:
     if not group.is_fully_rewarded:
         return RewardStats()
     return RewardStats(groups=1, zero_variance=int(group.zero_variance))

@@ -171,7 +171,7 @@ class Pruner:
         logprobs: tuple[float, ...],
         pruning: Pruning,
     ) -> Scored:
-        """Score a trajectory, keep the score until the reward arrives, and compute the survival probability.
+        """Score a trajectory, and compute the survival probability.
 
         ``state``: None if the kind of score uses no hidden states.
         ``logprobs``: of the tokens so far, in nats, if the kind uses them.
@@ -183,6 +183,7 @@ class Pruner:
             tokens = len(logprobs)
             point = self._last_reached_point(0, tokens)
             value = logprob_score(kind, logprobs)
+            # Log-probs that are not finite give a score without a status.
             score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
         else:
             tokens = state.tokens
@@ -194,8 +195,8 @@ class Pruner:
             hidden_to_keep = reduce_precision(hidden)
         self._log_status()
 
-        # Calibrate the score, and compute the survival. A new head must not prune before the cold start has ended.
-        # Scores that prune nothing do not wait for this.
+        # Calibrate the score. A new head must not prune before the cold start has ended. Other scores need only
+        # enough labels.
         calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
         has_score = score.status is PruningStatus.READY
         calibrated_quality = None
@@ -205,12 +206,13 @@ class Pruner:
             quality = calibrated_quality
             survival = point.estimator.add_quality(quality, pruning)
         elif has_score or calibration is not CalibrationStatus.NO_LABELS:
+            # An uncalibrated score is no probability.
             quality = point.calibrator.prior
         else:
-            # This is the head's own prior.
+            # Without a score, the value is the head's own prior.
             quality = score.value
 
-        # Keep the score for the reward. A score has no status if its input was not finite.
+        # Keep the score for the reward.
         is_finite = score.status is not None
         self._observer.trajectory_scored(usable=is_finite)
         if is_finite:

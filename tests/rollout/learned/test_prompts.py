@@ -53,7 +53,7 @@ def test_lengths_of_candidates_that_would_have_been_longer_are_censored() -> Non
     known = [Observation(10), Observation(20)]
     stopped = [Observation(tokens, censored=True) for tokens in (20, 15, 12)]
     assert observations(ended) == [*known, *stopped, Observation(30, censored=True)]
-    assert observations(ended, beyond_limit=False) == [*known, *stopped, Observation(30)]
+    assert observations(ended, censor_truncated=False) == [*known, *stopped, Observation(30)]
 
 
 TRUNCATED = candidate(5, 30, FinishReason.LENGTH, SelectedAs.FILL)
