@@ -179,13 +179,15 @@ class Turns:
 
         hashes, prompt_hash = self._hash_prompt(turn)
         session = None if turn.session is None else self._find_recent_session(turn.caller, turn.session)
-        if session is not None and session.opening_hash != prompt_hash:
+        is_first_prompt_again = session is not None and session.opening_hash == prompt_hash
+        if session is not None and not is_first_prompt_again:
             turn.rank = session.rank
             return TurnKind.SESSION
 
-        # A request that was aborted before its first token is expected again.
+        # A request that was aborted before its first token is expected again. A new session has aborted none.
         opens_session = turn.opens_session and turn.session is not None
-        if turn.token_ids and not (opens_session and session is None):
+        is_new_session = opens_session and session is None
+        if turn.token_ids and not is_new_session:
             aborted = self._find_recently_aborted(turn.caller, prompt_hash)
             if aborted is not None and aborted.count % aborted.group_size == 0:
                 # All requests of a group were aborted, so the group is formed again.
@@ -205,8 +207,10 @@ class Turns:
             if sequence.is_answer:
                 turn.rank = sequence.rank
                 return TurnKind.TOKENS
-            # Trainers that render the whole chat again may change the answer, but not the prompt before it.
-            if length < stable_tokens and not turn.names_group:
+            # Trainers that render the whole chat again may change the answer, but not the prompt before it. A
+            # request that names its group opens it instead.
+            repeats_earlier_prompt = length < stable_tokens
+            if repeats_earlier_prompt and not turn.names_group:
                 turn.rank = sequence.rank
                 return TurnKind.PROMPT
         return TurnKind.OPENING
@@ -256,17 +260,18 @@ class Turns:
         return self._sessions.pop(caller, name) is not None
 
     def _hash_prompt(self, turn: Turn) -> tuple[Hashes, int]:
-        """Return the hashes of all prefixes, and of the whole prompt."""
+        """Return the hashes of all prefixes, and of the prompt."""
         # All hashes of a long prompt take hundreds of kilobytes, so the turn keeps two of them.
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
         if turn.stable_tokens is None:
+            # Later turns repeat the whole prompt.
             turn.stable_tokens = len(turn.token_ids)
         # Every prompt may begin with the same token, so a single token says nothing.
         turn.stable_hash = None
-        stable = hashes[: turn.stable_tokens]
-        if turn.stable_tokens > 1 and len(stable):
-            turn.stable_hash = int(stable[-1])
+        stable_hashes = hashes[: turn.stable_tokens]
+        if turn.stable_tokens > 1 and len(stable_hashes):
+            turn.stable_hash = int(stable_hashes[-1])
         return hashes, turn.prompt_hash
 
     def _find_recent_session(self, caller: str, name: str) -> _Session | None:

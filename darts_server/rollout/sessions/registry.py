@@ -236,11 +236,12 @@ class SessionRegistry:
             group_size=1 if request.size == 1 else None,
         )
         try:
+            # No request joins the group, as in a batch.
             plan = self._rollouts.planner.plan(request.size, options, in_batch=True)
         except InvalidRequest as error:
             # The planner's other requests name their size `n`.
             raise InvalidRequest("size" if error.field == "n" else error.field, error.message) from None
-        # Under `auto` nothing that changes the distribution is done, as under `off`.
+        # None is `off`. `auto` never changes the distribution, so it does nothing here.
         if plan is None or plan.policy == AUTO:
             plan = Plan(OFF, UNSHAPED, request.size)
         if plan.shaping.prunes:

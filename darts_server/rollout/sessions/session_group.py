@@ -103,7 +103,7 @@ class SessionTurn:
     """A running request of a session. It must `finish` or `leave`.
 
     Args:
-        count_tokens: returns the number of tokens that the request has generated, or less after the engine was lost.
+        count_tokens: returns the number of tokens that the request has generated.
         abort: stops the request on the engine.
     """
 
@@ -111,6 +111,7 @@ class SessionTurn:
         self.session = session
         self._count_on_engine = count_tokens
         self._most_counted = 0
+        """Largest count so far. A lost engine counts fewer tokens."""
         self._abort_on_engine = abort
         self.spans: VersionSpans = ()
         """Weight versions of the tokens before the latest weight update."""
@@ -167,7 +168,6 @@ class AgentSession:
         self.spans: VersionSpans = ()
         """Weight versions of all generated tokens, turn by turn."""
         self.report: SessionReport | None = None
-        """How the harness has ended the session."""
         self.candidate: Candidate = group.candidates[index]
 
     @property
@@ -200,7 +200,6 @@ class AgentSession:
         return self.state.tokens + sum(turn.count_tokens() for turn in self.running)
 
     def seconds(self) -> float:
-        """Return the seconds since the first turn began, up to the session's end."""
         return self.state.seconds(self.group.clock())
 
     def length(self, now: float) -> int:
@@ -210,7 +209,6 @@ class AgentSession:
         return int(MILLISECONDS * self.state.seconds(now))
 
     def progress(self, now: float) -> int:
-        """Return the progress to report to the state machine."""
         # The state machine expects at least one more token of a running candidate. But a session may end with the
         # length that it has, while its tool runs.
         return max(0, self.length(now) - 1)
@@ -294,10 +292,7 @@ class SessionGroup:
         self._apply_decisions(self._group.open(rule, allocation.candidates))
 
     def poll(self) -> None:
-        """Send the progress of sessions that have reached their `Group.check_at` to the group.
-
-        Report to the cohort if the group must need more tokens than the cohort's pending cut length.
-        """
+        """Send the progress of sessions that have reached their `Group.check_at` to the group."""
         now = self.clock()
         events = []
         for index, check_at in self._group.check_at.items():
@@ -308,6 +303,7 @@ class SessionGroup:
                 if progress >= check_at:
                     events.append(Progress(index, progress))
         if self._member is not None:
+            # The cohort's deadline is known early if all groups without a need exceed the cut length.
             self._member.report_if_over_cut_length(
                 lambda: {s.index: s.progress(now) for s in self.sessions if s.candidate.is_running},
             )
@@ -411,15 +407,14 @@ class SessionGroup:
         raise error
 
     def end_turn(self, turn: SessionTurn, tokens: int, finished: FinishedTurn | None) -> None:
-        """Count the end of a request, with ``tokens`` generated tokens."""
         session = turn.session
         state = session.state
         del session.running[turn]
         turn_spans = turn.spans if finished is None else finished.spans
         session.spans = append_spans(session.spans, turn_spans)
-        # A stopped session returns nothing, so it does not keep the answer.
-        is_stopped = state.is_over and not session.candidate.cut
-        state.end_turn(self.clock(), tokens, None if is_stopped else finished)
+        # A stopped session returns nothing. When others ended, their turns left without an answer.
+        drops_answer = state.is_over and not session.candidate.cut
+        state.end_turn(self.clock(), tokens, None if drops_answer else finished)
         if not state.is_over:
             self._handle_events(Progress(session.index, session.progress(self.clock())))
         elif session.candidate.cut:
@@ -508,6 +503,7 @@ class SessionGroup:
 
     def _apply_decisions(self, decisions: list[Decision]) -> None:
         if self._member is not None:
+            # New candidates may be short, so they withdraw the report of `poll`.
             has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
             self._member.report_need(has_new_candidates=has_new_candidates)
         for decision in decisions:
@@ -624,7 +620,6 @@ class SessionGroup:
         weight: float | None = None,
         advantage: float | None = None,
     ) -> CandidateRecord:
-        """Return the present record of a session. ``weight``, ``advantage``: see `weights_of`."""
         session = self.sessions[index]
         state = session.state
         candidate = session.candidate
@@ -633,7 +628,12 @@ class SessionGroup:
         spans = session.spans
         for turn in session.running:
             spans = append_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.count_tokens()))
+        # Spans have more tokens than a cut candidate, and lack tokens of a lost engine.
         spans = extend_spans(spans, self.weight_version(), tokens)
+        milliseconds = None
+        if self.spec.measure is Measure.SECONDS:
+            # The state machine counts milliseconds as tokens.
+            milliseconds = candidate.tokens
         return CandidateRecord(
             index=index,
             tokens=tokens,
@@ -653,7 +653,7 @@ class SessionGroup:
             turns=state.turns,
             tool_seconds=state.tool_seconds,
             tool_times=state.tool_times(),
-            milliseconds=candidate.tokens if self.spec.measure is Measure.SECONDS else None,
+            milliseconds=milliseconds,
         )
 
     def weights_of(self, session: AgentSession) -> tuple[float | None, float | None]:
