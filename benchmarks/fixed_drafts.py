@@ -11,7 +11,7 @@ class FreeTokens(StepTimes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.share = 0.0
+        self.draft_cost_share = 0.0
 
     def observe_plain(self, sequences: int, seconds: float) -> None:
         """Learn nothing."""

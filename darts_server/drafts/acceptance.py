@@ -22,6 +22,8 @@ ACCEPTED = 1
 PRIOR_TRIES = 4.0
 FORGET_TRIES = 2000.0
 """At so many tries a cell counts its past half, so that it follows the weights of the model."""
+_SMOOTHING_HITS = 0.1
+_SMOOTHING_TRIES = 1.2
 _TYPICAL_COUNTS = (1.0, 2.0, 4.0, 8.0)
 _TYPICAL_SHARES = (0.25, 0.45, 0.65, 0.82, 0.95, 1.0)
 
@@ -49,13 +51,14 @@ class Acceptance:
     def __init__(self) -> None:
         self.tries = np.full(CELLS, PRIOR_TRIES)
         self.hits = np.empty(CELLS)
-        for cell in range(CELLS):
-            share = _TYPICAL_SHARES[cell % SHARES]
-            count = _TYPICAL_COUNTS[cell // SHARES % COUNTS]
-            rung = cell // (SHARES * COUNTS) % RUNGS
+        # The cells in the order of `cell_of`. Both sources have the same prior.
+        for cell, (_source, rung, count_bin, share_bin) in enumerate(np.ndindex(SOURCES, RUNGS, COUNTS, SHARES)):
+            context_count = _TYPICAL_COUNTS[count_bin]
+            continuation_count = _TYPICAL_SHARES[share_bin] * context_count
             # Fewer tokens are right than the counts say, most of all after short contexts.
-            smoothed_share = (share * count + 0.1) / (count + 1.2)
-            self.hits[cell] = PRIOR_TRIES * smoothed_share * (1 - 0.5 / (1 + rung))
+            smoothed_share = (continuation_count + _SMOOTHING_HITS) / (context_count + _SMOOTHING_TRIES)
+            context_factor = 1 - 0.5 / (1 + rung)
+            self.hits[cell] = PRIOR_TRIES * smoothed_share * context_factor
         self.rates: NDArray[np.float64] = self.hits / self.tries
 
     def update_rates(self) -> None:

@@ -37,9 +37,9 @@ _ONE = np.uint64(1)
 class Counts(NamedTuple):
     """Two hash tables with open addressing, as arrays. A key is never 0.
 
-    ``keys``: uint64 [contexts]. ``totals``: float32 [contexts], weight of all continuations. ``tokens``, ``counts``:
-    int32 and float32 [contexts], the heaviest continuation and its weight. ``pair_keys``, ``pair_counts``: uint64 and
-    float32 [pairs], the weight of each continuation. ``used``: int64 [2], number of contexts and pairs.
+    ``keys``: [contexts]. ``totals``: [contexts], weight of all continuations. ``tokens``, ``counts``: [contexts], the
+    heaviest continuation and its weight. ``pair_keys``, ``pair_counts``: [pairs], the weight of each continuation.
+    ``used``: number of contexts and pairs.
     """
 
     keys: NDArray[np.uint64]
@@ -55,13 +55,13 @@ def new_counts(bits: int) -> Counts:
     """Return empty tables of 2 ** bits slots for contexts, and as many for continuations."""
     size = 1 << bits
     return Counts(
-        np.zeros(size, np.uint64),
-        np.zeros(size, np.float32),
-        np.zeros(size, np.int32),
-        np.zeros(size, np.float32),
-        np.zeros(size, np.uint64),
-        np.zeros(size, np.float32),
-        np.zeros(2, np.int64),
+        keys=np.zeros(size, np.uint64),
+        totals=np.zeros(size, np.float32),
+        tokens=np.zeros(size, np.int32),
+        counts=np.zeros(size, np.float32),
+        pair_keys=np.zeros(size, np.uint64),
+        pair_counts=np.zeros(size, np.float32),
+        used=np.zeros(2, np.int64),
     )
 
 

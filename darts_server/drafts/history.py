@@ -17,8 +17,8 @@ PROMPT_BYTES = 4 * 65_536
 """Maximum of a prompt's answers: 65,536 tokens, which a worker counts in a tenth of a second."""
 ANSWER_BYTES = 512
 """Memory of an answer beside its tokens."""
-MEMORIES = 64
-"""Limit of memories in `Prompt.last_sent`. A memory that was dropped from it gets the prompt's answers again."""
+MAX_MEMORIES = 64
+"""Limit of memories in `Prompt.last_sent`."""
 KEY_BYTES = 16
 _HEAD = Struct(f"<{KEY_BYTES}sI")
 
@@ -58,7 +58,7 @@ def hash_prompt(token_ids: Sequence[int], adapter: str | None) -> bytes:
 class History:
     """The newest answers of all prompts.
 
-    A *memory* is a number for the counts of one engine, until they are emptied or the engine starts again.
+    A *memory* is the number of one engine's counts, until they are emptied or lost.
 
     Args:
         limit: maximum bytes. The oldest answers are dropped.
@@ -116,13 +116,15 @@ class History:
 
     def take_unsent(self, key: bytes, memory: int) -> Answers:
         """Return the answers of a prompt that a memory does not have, the newest first, and mark them as sent."""
+        # A memory numbers the counts of one engine. Emptied counts get a new number.
         prompt = self._prompts.get(key)
         if prompt is None:
             return []
         last_sent = prompt.last_sent.pop(memory, 0)
         prompt.last_sent[memory] = prompt.numbers[-1]
-        # The memory that has waited longest for answers is first, because others were put at the end again.
-        if len(prompt.last_sent) > MEMORIES:
+        # The memory that has waited longest is first, because others were put at the end again. If its engine still
+        # runs, it gets the answers again.
+        if len(prompt.last_sent) > MAX_MEMORIES:
             del prompt.last_sent[next(iter(prompt.last_sent))]
         unsent = []
         for number in reversed(prompt.numbers):

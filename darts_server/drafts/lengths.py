@@ -38,7 +38,7 @@ LOST_SHARE = 0.01
 RESERVE = 16.0
 """Most that a level saves up, in steps: what drafts can lose after they have won for long."""
 EXPLORED_STEPS = 64
-"""After so many steps without drafts they are tried at half of their costs."""
+"""Steps without drafts after which drafts are tried again."""
 LEAST_GAIN = 1.03
 """Expected gain below which nothing is drafted, as estimates err."""
 
@@ -47,9 +47,7 @@ class StepTimes:
     """Seconds of a decode step, estimated from its numbers of sequences and of drafted tokens.
 
     Plain steps, without drafts, give the curve ``seconds`` over ``sizes``, which are numbers of sequences. The curve
-    never falls. A step with drafts takes ``fixed`` seconds more, because vLLM then samples in another way. Each drafted
-    token also adds ``share`` of the time that one more sequence would add. (Measured on a CPU: ``fixed`` 0.7 ms,
-    ``share`` 0.25.)
+    never falls.
     """
 
     def __init__(self) -> None:
@@ -58,10 +56,12 @@ class StepTimes:
         self._bin_steps = np.zeros(BINS, np.int64)
         self._bin_sizes = np.zeros(BINS)
         self._steps_since_fit = 0
-        # Sums for the least squares in `observe_drafted`.
+        # Sums of 1, full, full ** 2, extra and full * extra, see `observe_drafted`.
         self._drafted_sums = np.zeros(5)
-        self.fixed = 0.0
-        self.share = 1.0
+        # Drafts make a step longer, because vLLM then samples in another way. Each drafted token adds a share of the
+        # time of one more sequence. Measured on a CPU: 0.7 ms and a share of 0.25.
+        self.draft_fixed_seconds = 0.0
+        self.draft_cost_share = 1.0
         # Placeholders until the first step without drafts.
         self.sizes: Floats = np.array([0.0, 1.0])
         self.seconds: Floats = np.array([0.0, 1.0])
@@ -100,7 +100,8 @@ class StepTimes:
         plain = self.plain_seconds(sequences)
         # Seconds that the drafted tokens would take if they were sequences.
         full = self.plain_seconds(sequences + drafted) - plain
-        seconds = min(seconds, MOST_TIMES * (plain + self.fixed + self.share * full))
+        expected = plain + self.draft_fixed_seconds + self.draft_cost_share * full
+        seconds = min(seconds, MOST_TIMES * expected)
 
         # Least squares of extra = fixed + share * full, with falling weights of earlier steps.
         extra = seconds - plain
@@ -110,11 +111,13 @@ class StepTimes:
         prior = PRIOR_STEPS * sum_full_squared / steps
         if sum_full_squared > 0:
             spread = prior + sum_full_squared - sum_full * sum_full / steps
-            self.share = max(0.0, (prior + sum_full_extra - sum_full * sum_extra / steps) / spread)
-        self.fixed = max(0.0, (sum_extra - self.share * sum_full) / steps)
+            share = (prior + sum_full_extra - sum_full * sum_extra / steps) / spread
+            self.draft_cost_share = max(0.0, share)
+        fixed = (sum_extra - self.draft_cost_share * sum_full) / steps
+        self.draft_fixed_seconds = max(0.0, fixed)
         # At its limit of 0, `fixed` leaves a line through the origin.
-        if sum_full_squared > 0 and self.fixed == 0:
-            self.share = max(0.0, (prior + sum_full_extra) / (prior + sum_full_squared))
+        if sum_full_squared > 0 and self.draft_fixed_seconds == 0:
+            self.draft_cost_share = max(0.0, (prior + sum_full_extra) / (prior + sum_full_squared))
         return seconds
 
 
@@ -183,7 +186,7 @@ def choose_lengths(chances: Floats, drafted: Ints, times: StepTimes, cost_scale:
     # Seconds of a step with 0, 1, 2, ... drafted tokens. A step without drafts counts as faster, because estimates err.
     seconds = np.interp(sequences + np.arange(falling_chances.size + 1.0), times.sizes, times.seconds)
     plain = seconds[0]
-    seconds = plain + cost_scale * (times.fixed + times.share * (seconds - plain))
+    seconds = plain + cost_scale * (times.draft_fixed_seconds + times.draft_cost_share * (seconds - plain))
     seconds[0] = plain / LEAST_GAIN
 
     count = count_worthwhile(sequences, falling_chances, seconds)

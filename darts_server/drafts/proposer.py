@@ -97,7 +97,6 @@ class Drafts:
 
     Args:
         rows: maximum number of running requests.
-        most: maximum number of tokens of a draft.
         max_bits: the counts have at most 2 ** max_bits slots, of 32 bytes.
         clock: monotonic, in seconds.
         max_logprob_rows: limit of the rows of log-probs that vLLM makes in a step: the number of requests, times one
@@ -107,12 +106,11 @@ class Drafts:
     def __init__(
         self,
         rows: int,
-        most: int,
+        max_draft_tokens: int,
         max_bits: int,
         clock: Callable[[], float],
         max_logprob_rows: int,
     ) -> None:
-        self.most = most
         self.is_on = True
         """Whether tokens are drafted. If not, the drafts go on learning."""
         self.acceptance = Acceptance()
@@ -122,6 +120,7 @@ class Drafts:
         """Drafted tokens and accepted tokens, by the counts that proposed them: of the prompt, and of all prompts."""
         self.emptied = 0
         """Number of times that full counts were emptied."""
+        self._max_draft_tokens = max_draft_tokens
         self._max_bits = max_bits
         self._clock = clock
         self._max_logprob_rows = max_logprob_rows
@@ -130,9 +129,9 @@ class Drafts:
         self._hashes = new_hashes(rows)
         self._lengths = np.zeros(rows, np.int64)
         self._roots = np.zeros(rows, np.int64)
-        self._tokens = np.zeros((rows, most), np.int64)
-        self._chances = np.zeros((rows, most))
-        self._cells = np.zeros((rows, most), np.int64)
+        self._tokens = np.zeros((rows, max_draft_tokens), np.int64)
+        self._chances = np.zeros((rows, max_draft_tokens))
+        self._cells = np.zeros((rows, max_draft_tokens), np.int64)
         self._drafted = np.zeros(rows, np.int64)
         self._verified = np.zeros(rows, np.int64)
         self._free_rows = list(range(rows))
@@ -149,9 +148,10 @@ class Drafts:
         self._batch_rows = np.zeros(0, np.int64)
         # Lengths of the texts of requests that have left the batch, by name. A preempted request may come back.
         self._earlier_lengths: dict[str, int] = {}
-        self._counts = new_counts(4)
 
-        # Compile the functions now, which takes seconds. Two requests of a prompt call all functions.
+        # Compile the functions now, which takes seconds. Two requests of a prompt call all functions, and small counts
+        # must grow, which calls `copy_counts`.
+        self._counts = new_counts(4)
         names = ["first", "second"][:rows]
         tokens = np.ones((len(names), 8), np.int32)
         self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1, []), 8)
@@ -197,13 +197,13 @@ class Drafts:
         ends: Ints,
         is_decoding: Sequence[bool],
         prompt_of: PromptOf,
-        longest: int | Ints,
+        max_lengths: int | Ints,
     ) -> list[list[int]]:
         """Return the draft of each request of a batch, in order.
 
-        ``names``: ids of the requests. ``token_ids``: [requests, longest], their tokens so far. ``ends``: how many
-        tokens they have. ``is_decoding``: whether a request got tokens in this step, so that its next step decodes.
-        ``longest``: maximum length of all texts, or of each.
+        ``names``: ids of the requests. ``token_ids``: [requests, longest text]. ``ends``: how many tokens they have.
+        ``is_decoding``: whether a request got tokens in this step, so that its next step decodes. ``max_lengths``:
+        maximum length of all texts, or of each.
         """
         now = self._clock()
         count = len(names)
@@ -217,14 +217,16 @@ class Drafts:
         self._last_proposed_at = now
 
         # Even if no draft is verified, a first token is drafted: it teaches how often such tokens are right.
-        most = 1
+        max_draft_tokens = 1
         min_chance = LEAST_CHANCE
         may_draft = self.is_on and self.savings.may_draft(count)
+        is_exploring = self._steps_since_draft >= EXPLORED_STEPS
         if may_draft:
-            most = min(self.most, max(1, self._max_logprob_rows // count - 1))
-            if self._steps_since_draft < EXPLORED_STEPS:
+            max_draft_tokens = min(self._max_draft_tokens, max(1, self._max_logprob_rows // count - 1))
+            if not is_exploring:
                 min_chance = max(min_chance, self._min_chance)
-        draft_limits = np.minimum(longest - 1 - ends, most)
+        # The token that is sampled after the draft needs a place.
+        draft_limits = np.minimum(max_lengths - ends - 1, max_draft_tokens)
         draft_limits[~np.asarray(is_decoding, dtype=bool)] = 0
 
         self._make_space(new_tokens + STEP_TOKENS)
@@ -257,7 +259,7 @@ class Drafts:
         self._steps_since_draft += 1
         if not may_draft:
             return [[]] * count
-        chosen = self._choose_verified()
+        chosen = self._choose_verified(is_exploring)
         return [self._tokens[row, :length].tolist() for row, length in zip(self._batch_rows, chosen, strict=True)]
 
     def _observe_step(self, seconds: float, new_tokens: int) -> None:
@@ -270,8 +272,9 @@ class Drafts:
             self.times.observe_plain(count, seconds)
             self.savings.count_plain(count, self.times.plain_seconds(count))
 
-    def _choose_verified(self) -> Ints:
-        cost_scale = 0.5 if self._steps_since_draft > EXPLORED_STEPS else 1.0
+    def _choose_verified(self, is_exploring: bool) -> Ints:
+        # Without drafts their cost is not measured, and may have fallen.
+        cost_scale = 0.5 if is_exploring else 1.0
         rows = self._batch_rows
         chosen, least_chance = choose_lengths(self._chances[rows], self._drafted[rows], self.times, cost_scale)
         # Drafts that would not be verified need not be made. Half of the threshold, as the next step may be cheaper.
@@ -301,7 +304,7 @@ class Drafts:
         return has_new
 
     def _begin_text(self, name: str, token_ids: NDArray[np.int32], prompt_of: PromptOf) -> None:
-        """Give a new request a row with its text so far, and count its prompt once."""
+        """Give a new request a row, and count its prompt once."""
         row = self._free_rows.pop()
         key, prompt_tokens, answers = prompt_of(name)
         self._row_of[name] = row
@@ -326,7 +329,7 @@ class Drafts:
         else:
             # The first request of the prompt has counted its tokens. No context is longer than `LONGEST`, so only the
             # last tokens are needed.
-            begin = max(0, counted - 2 * LONGEST)
+            begin = max(0, counted - LONGEST)
             self._lengths[row] = append_uncounted(hashes, begin, token_ids[begin:counted])
         self._roots[row] = root
         self._recall.add_answers(root, hashes, prompt_tokens, answers)

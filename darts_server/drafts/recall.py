@@ -50,6 +50,7 @@ class Recall:
             prompt_hashes.copy(),
             prompt_tokens,
             uncounted_answers=deque(answers),
+            # Placeholders until `_queue_next_answer`.
             hashes=prompt_hashes,
             length=0,
             answer_weight=0.0,

@@ -56,7 +56,8 @@ def test_draft_lengths_give_the_most_tokens_per_second(seed: int) -> None:
     times = StepTimes()
     times.sizes = np.array([0.0, 4.0, 16.0])
     times.seconds = np.array([1.0, 1.2, 1.2 + 3 * rng.random()])
-    times.fixed, times.share = 0.3 * rng.random(), rng.random()
+    times.draft_fixed_seconds = 0.3 * rng.random()
+    times.draft_cost_share = rng.random()
     chosen, _ = choose_lengths(chances, drafted, times, 1.0)
     plain = times.plain_seconds(rows)
 
@@ -65,7 +66,7 @@ def test_draft_lengths_give_the_most_tokens_per_second(seed: int) -> None:
             return float(LEAST_GAIN * rows / plain)
         tokens = rows + sum(chances[row, :length].sum() for row, length in enumerate(lengths))
         full = times.plain_seconds(rows + sum(lengths)) - plain
-        return float(tokens / (plain + times.fixed + times.share * full))
+        return float(tokens / (plain + times.draft_fixed_seconds + times.draft_cost_share * full))
 
     best = max(map(rate, itertools.product(*(range(length + 1) for length in drafted))))
     assert rate(tuple(chosen)) == pytest.approx(best)
@@ -93,9 +94,8 @@ def test_what_drafts_cost_is_learned_in_spite_of_steps_that_waited() -> None:
     assert times.plain_seconds(64) == pytest.approx(seconds_of(64, 0), rel=0.2)
     for drafted in (50, 300):
         full = times.plain_seconds(64 + drafted) - times.plain_seconds(64)
-        assert times.plain_seconds(64) + times.fixed + times.share * full == pytest.approx(
-            seconds_of(64, drafted), rel=0.2
-        )
+        extra = times.draft_fixed_seconds + times.draft_cost_share * full
+        assert times.plain_seconds(64) + extra == pytest.approx(seconds_of(64, drafted), rel=0.2)
 
 
 def test_before_drafts_were_measured_they_cost_as_much_as_sequences() -> None:
@@ -104,8 +104,8 @@ def test_before_drafts_were_measured_they_cost_as_much_as_sequences() -> None:
         times.observe_plain(64, 0.010)
         times.observe_plain(8, 0.004)
     times.observe_drafted(8, 56, 0.010)
-    assert times.share == pytest.approx(1)
-    assert times.fixed == pytest.approx(0, abs=1e-9)
+    assert times.draft_cost_share == pytest.approx(1)
+    assert times.draft_fixed_seconds == pytest.approx(0, abs=1e-9)
 
 
 def test_drafts_that_lose_end_until_there_is_time_to_lose() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from darts_server.drafts.history import ANSWER_BYTES, MEMORIES, PROMPT_BYTES, History, hash_prompt
+from darts_server.drafts.history import ANSWER_BYTES, MAX_MEMORIES, PROMPT_BYTES, History, hash_prompt
 
 KEY = hash_prompt([1, 2, 3], None)
 OTHER = hash_prompt([1, 2, 4], None)
@@ -157,10 +157,10 @@ def test_a_prompt_keeps_its_newest_answers(saved: Saved) -> None:
 def test_many_engines_that_come_and_go_take_no_more_memory(saved: Saved) -> None:
     history = make(saved)
     history.add(KEY, tokens(5), memory=0)
-    for memory in range(1, 3 * MEMORIES):
+    for memory in range(1, 3 * MAX_MEMORIES):
         assert sent(history, KEY, memory) == [(0, [5])]
-    assert len(history._prompts[KEY].last_sent) == MEMORIES
-    assert sent(history, KEY, 3 * MEMORIES - 1) == []
+    assert len(history._prompts[KEY].last_sent) == MAX_MEMORIES
+    assert sent(history, KEY, 3 * MAX_MEMORIES - 1) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
