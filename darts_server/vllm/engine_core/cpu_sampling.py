@@ -1,11 +1,13 @@
 """A repair of vLLM's CPU build, without which drafts change what is sampled.
 
-vLLM expands temperature, top-p and top-k of each request to its drafted tokens. On a CPU it converts the output to a
-copy of another type, expands into the copy, and forgets it (vllm-project/vllm issue 55005, in 0.31 and 0.32): the
-parameters are whatever was in that memory. The answers of the tiny model then have 140 tokens on average, not 36.
+vLLM expands temperature, top-p and top-k of each request to its drafted tokens, on a CPU into a copy of another type
+(vllm-project/vllm issue 55005, in 0.31 and 0.32). Answers of the tiny model then have 140 tokens on average, not 36.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 Tensor = Any
 """A torch.Tensor. vLLM loads its plugins before torch in some processes, so torch is imported in functions alone."""
@@ -38,11 +40,12 @@ def repair_sampling() -> None:
         return
     from vllm.utils import cpu_triton_utils
 
-    # vLLM looks the function up by its name after it has loaded its plugins (``WorkerWrapperBase.init_worker``).
+    # vLLM's function writes to a copy that it drops, so the parameters of drafted tokens are undefined. vLLM looks the
+    # function up by its name after it has loaded its plugins (``WorkerWrapperBase.init_worker``).
     cpu_triton_utils._expand_kernel_impl = expand_to_tokens
 
 
-def expands_rightly(device: Tensor) -> bool:
+def expands_rightly(device: "torch.device") -> bool:
     import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 

@@ -14,13 +14,12 @@ PROMPT_TOKENS = "darts_prompt_tokens"
 """Name in ``extra_args`` of a resumed request: number of tokens of its true prompt, without generated tokens."""
 HISTORY = "darts_history"
 """Name in ``extra_args`` of a request: answers of its prompt that the worker has not counted, `history.Answers`."""
-MEMORY_SHARE = 32
+MEMORY_DIVISOR = 32
 MOST_BITS = 26
 """The counts take a 32nd part of the machine's memory, at most 2 GiB. A slot has 32 bytes, a token of a new text
 takes seven, and 60 % are used, so 2 GiB are enough for 6 million tokens of different texts. Full counts are emptied."""
-PADDED_BYTES = 1 << 28
-"""If log-probs are returned, vLLM makes logits of as many tokens for each request as for the longest draft. They may
-take so many bytes. 512 requests and a draft of 12 tokens would take 4 GB with 152,000 logits."""
+MAX_LOGITS_BYTES = 1 << 28
+"""512 requests and a draft of 12 tokens would take 4 GB with 152,000 logits."""
 
 
 @cache
@@ -61,10 +60,13 @@ class Drafter:
         assert speculative is not None
         self._max_model_len = vllm_config.model_config.max_model_len
         max_sequences = vllm_config.scheduler_config.max_num_seqs
-        slots = psutil.virtual_memory().total // MEMORY_SHARE // SLOT_BYTES
+        slots = psutil.virtual_memory().total // MEMORY_DIVISOR // SLOT_BYTES
         max_bits = min(int(slots).bit_length() - 1, MOST_BITS)
+        # If log-probs are returned, vLLM makes logits of as many tokens for each request as for the longest draft. Each
+        # token has a row of logits as wide as the vocabulary.
         float_bytes = 4
-        affordable_rows = PADDED_BYTES // (float_bytes * vllm_config.model_config.get_vocab_size())
+        row_bytes = float_bytes * vllm_config.model_config.get_vocab_size()
+        affordable_rows = MAX_LOGITS_BYTES // row_bytes
         # vLLM's profile of memory has two rows for each sequence.
         max_logprob_rows = max(2 * max_sequences, affordable_rows)
         self.drafts = Drafts(

@@ -52,8 +52,8 @@ STEP_STATS = (
     "cudagraph_stats",
     "perf_stats",
 )
-# Fields of an output that `Buffer.flush_into` cannot join. A request is not held if its first output has one of them.
-UNJOINABLE = (
+# Fields of an output that `Buffer.flush_into` cannot join.
+UNJOINABLE_FIELDS = (
     "routed_experts",
     "new_sampling_mask",
     "pooling_output",
@@ -74,7 +74,7 @@ class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
 
     ``numbers``: int64 array of requests' numbers. ``counts``: int32 array of their tokens so far. ``steps``: decode
     steps since the previous counts. ``buffered``: change of the number of buffered tokens since the previous message.
-    ``drafts``: what was drafted since the previous counts.
+    ``drafts``: drafts since the previous counts.
     """
 
     numbers: bytes = b""
@@ -115,7 +115,6 @@ class Buffer:
         self._nans = 0
 
     def add(self, output: EngineCoreOutput) -> None:
-        """Add the tokens of an output, with everything that belongs to the tokens."""
         self.unsent_tokens += output.new_token_ids
         logprobs = output.new_logprobs
         if logprobs is not None:
@@ -166,7 +165,8 @@ class HoldingQueue:
         self._outbox: deque[tuple[int, EngineCoreOutputs]] = deque()
         self._buffers: dict[str, Buffer] = {}
         self._unreported_steps: list[Step] = []
-        self._unreported_buffered = 0
+        # Below 0 after a flush.
+        self._buffered_change = 0
         self._reported_drafts = NO_DRAFTS
         self.draft_totals = NO_DRAFTS
         """Totals since the start. The engine's main thread sets them."""
@@ -232,12 +232,14 @@ class HoldingQueue:
                 first_tokens += 1
             buffer = self._buffers.get(output.request_id)
             if buffer is None:
+                # With drafts too, vLLM must search for stop strings after each token.
                 sent += split_tokens(output)
                 continue
 
             is_first = buffer.generated_tokens == 0
             buffer.generated_tokens += new_tokens
-            if is_first and any(getattr(output, name) is not None for name in UNJOINABLE):
+            # A request that has such a field before its end has it in its first output.
+            if is_first and any(getattr(output, name) is not None for name in UNJOINABLE_FIELDS):
                 buffer.is_held = False
 
             # The first and the last tokens of a request are sent, and all tokens of a request that is not held.
@@ -251,10 +253,10 @@ class HoldingQueue:
                 continue
             elif len(buffer.unsent_tokens) < buffer.limit:
                 buffer.add(output)
-                self._unreported_buffered += new_tokens
+                self._buffered_change += new_tokens
                 continue
             # The request has ended, or its buffer is full.
-            self._unreported_buffered -= len(buffer.unsent_tokens)
+            self._buffered_change -= len(buffer.unsent_tokens)
             joined = buffer.flush_into(output)
             if buffer.is_held:
                 sent.append(joined)
@@ -280,13 +282,13 @@ class HoldingQueue:
                 continue
             buffer.is_held = False
             if buffer.unsent_tokens:
-                self._unreported_buffered -= len(buffer.unsent_tokens)
+                self._buffered_change -= len(buffer.unsent_tokens)
                 outputs.append(buffer.flush_into(EngineCoreOutput(request_id, [])))
         return [self._make_report(EngineCoreOutputs(outputs=outputs), with_counts=False)]
 
     def _make_report(self, message: EngineCoreOutputs, with_counts: bool) -> Report:
-        report = Report(**structs.asdict(message), buffered=self._unreported_buffered)
-        self._unreported_buffered = 0
+        report = Report(**structs.asdict(message), buffered=self._buffered_change)
+        self._buffered_change = 0
         if with_counts:
             self._counts_sent_at = self._clock()
             held = [buffer for buffer in self._buffers.values() if buffer.is_held]
@@ -302,10 +304,8 @@ class HoldingQueue:
 
 
 def split_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """Split an output of several tokens, as speculative decoding makes them, into an output for each token.
-
-    vLLM searches for stop strings after each output, and would return the tokens of an output that follow the string.
-    """
+    """Split an output of several tokens, as drafts make them, into an output for each token."""
+    # vLLM searches for stop strings after each output, and would return later tokens of the same output.
     # These arrays have rows for several tokens, and are not split.
     has_token_rows = output.routed_experts is not None or output.new_sampling_mask is not None
     if len(output.new_token_ids) < 2 or has_token_rows:

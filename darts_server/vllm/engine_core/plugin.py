@@ -21,9 +21,8 @@ SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
 """Environment variable: ``1`` if the engine's processes must not spin while they wait."""
 # A hundredth of a decode step. No loss of throughput was measured.
 POLL_SECONDS = 1e-5
-# vLLM's readers spin for this long after each message, and rely on notifications only afterwards.
+# vLLM's readers spin for this long after each message.
 BUSY_SECONDS = 1.0
-# How often our readers look for a message in that time, in case a notification is lost.
 RECHECK_MS = 10
 SERVER_PID = "DARTS_SERVER_PID"
 COUPLED = "darts_coupled"
@@ -78,6 +77,7 @@ def share_cores() -> None:
     def wait_for_notification(self: Any, timeout_ms: int | None = None) -> None:
         # Without a busy loop, vLLM's function waits for a notification at once. Polling took a fifth of a core.
         self.busy_loop_s = 0.0
+        # vLLM's reader would spin now, as its socket may drop notifications while many are sent. So look often.
         if time.monotonic() <= self.last_read + BUSY_SECONDS:
             timeout_ms = RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS)
         vllms_wait(self, timeout_ms)
@@ -128,7 +128,7 @@ def _watch_in_forks() -> None:
 
 
 def end_with_process(*pids: int) -> None:
-    """Let this process end when any of the processes ``pids`` ends, which need not be its parents."""
+    """Let this process end when any of the processes ``pids`` ends."""
     # The kernel's ``PR_SET_PDEATHSIG`` would end a process together with the thread that started it, which need not be
     # the parent's main thread.
     try:

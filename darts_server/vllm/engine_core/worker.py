@@ -48,21 +48,21 @@ class WorkerExtension:
             # Layers that were not reached would stay on the meta device, and the engine's next step would crash.
             finalize_layerwise_reload(model, self.model_runner.model_config)
             return f"{type(error).__name__}: {error}"
-        _pack_heads_again(model)
+        # A reload does not renew the packed copy of an LM head that is tied to the embeddings.
+        _repack_lm_heads(model)
         self.darts_clean_caches()
         return None
 
     def darts_clean_caches(self) -> None:
-        """Forget the old weights: replace NaN and infinity in the KV caches, and count old samples less in drafts.
-
-        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN.
-        """
+        """Forget the old weights in the KV caches and in the counts of drafts."""
         drafter = self._drafter
         if drafter is not None:
+            # Samples of the earlier weights predict worse.
             drafter.drafts.age_counts()
         kv_caches = [layer for layer in self.model_runner.kv_caches if isinstance(layer, torch.Tensor)]
-        # A layer passes NaN on, so the last layer's cache has NaN if any cache has. The check takes some milliseconds
-        # for each GiB of all caches.
+        # vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN. A layer passes NaN on,
+        # so the last layer's cache has NaN if any cache has. The check takes some milliseconds for each GiB of all
+        # caches.
         if kv_caches and not _is_finite(kv_caches[-1]):
             for kv_cache in kv_caches:
                 torch.nan_to_num_(
@@ -99,7 +99,8 @@ class WorkerExtension:
                     load_state.load_numel = 0
                     load_state.loaded_weights.clear()
             finalize_layerwise_reload(model, self.model_runner.model_config)
-            _pack_heads_again(model)
+            # Complete layers keep their new tensors, and the packed copy of a tied LM head must match.
+            _repack_lm_heads(model)
             self._weight_update_active = False
             self.weight_transfer_engine.reset_weight_update_target()
         except Exception as error:
@@ -137,9 +138,9 @@ class WorkerExtension:
         return install(self, address)
 
     def darts_complete_update(self) -> None:
-        """Complete an update through vLLM's own routes: see `_pack_heads_again` and `darts_clean_caches`."""
+        """Complete an update through vLLM's own routes."""
         if current_platform.is_cpu():
-            _pack_heads_again(self.model_runner.get_model())
+            _repack_lm_heads(self.model_runner.get_model())
         self.darts_clean_caches()
 
 
@@ -153,7 +154,7 @@ def __getattr__(name: str) -> type:
 
 
 def _read_tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of each tensor in the plan's files, which must not have changed since the plan."""
+    """Yield name and tensor of each tensor in the plan's files."""
     for path, stamp, names in plan:
         with open_unchanged(Path(path), Stamp(*stamp)) as opened, safe_open(path_of(opened), "pt") as file:
             for name in names:
@@ -171,9 +172,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 
 
-def _pack_heads_again(model: torch.nn.Module) -> None:
-    # On CPU vLLM computes the logits with a packed copy of the head. A reload skips a head that is tied to the
-    # embeddings, so the copy would keep the old weights.
+def _repack_lm_heads(model: torch.nn.Module) -> None:
+    # On CPU vLLM computes the logits with a packed copy of the head. A reload skips a head that is tied.
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.quant_method.process_weights_after_loading(module)
