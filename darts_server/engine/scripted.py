@@ -58,8 +58,7 @@ class ScriptedCandidate:
     order: float = 0.0
     has_slot: bool = True
     stopped: bool = False
-    is_taken: bool = False
-    """Whether its result was taken. Then `stop` returns 0, as on vLLM."""
+    result_was_taken: bool = False
     pending_states: list[tuple[int, HiddenState]] = field(default_factory=list)
     """Hidden states that the probe has not received, each with the step of its arrival."""
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
@@ -75,7 +74,7 @@ class ScriptedCandidate:
         return slice_from(self.output(), start) if self.is_running else None
 
     def stop(self) -> int:
-        """Abort the candidate in ``stop_lag`` turns of the event loop, and return its tokens, or 0 if `is_taken`."""
+        """Abort the candidate in ``stop_lag`` turns of the event loop, and return its number of tokens."""
         assert not self.stopped, f"candidate {self.index} of {self.request!r} was stopped twice"
         self.stopped = True
 
@@ -86,11 +85,12 @@ class ScriptedCandidate:
                 self._finish(None)
 
         abort_after(self.stop_lag)
-        return 0 if self.is_taken else self.generated
+        # vLLM's candidate cannot count an output that was taken.
+        return 0 if self.result_was_taken else self.generated
 
     async def result(self) -> CandidateResult[list[int]]:
         result = await asyncio.shield(self._result)
-        self.is_taken = True
+        self.result_was_taken = True
         return result
 
     def step(self, now: int) -> None:
@@ -137,9 +137,10 @@ class ScriptedEngine:
     def __init__(self, script: Callable[[str, int], Script]) -> None:
         self.now = 0
         self.weight_version = 0
+        # Only reported: `slots` limits what runs.
         self.capacity: int | None = None
         self.slots: int | None = None
-        """Maximum number of candidates that run at once, ``None`` if unlimited."""
+        """Maximum number of candidates that run, ``None`` if unlimited."""
         self.has_priorities = False
         self.drafts_from_siblings = False
         self.num_engines = 1

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 RAW_SUFFIX = ":raw"
-"""Suffix of a model's second name. Requests with the second name are never shaped."""
+"""Suffix of a model's second name."""
 
 DRAFTER = "darts_server.vllm.engine_core.drafter.Drafter"
 OTHER_DRAFTERS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
@@ -81,7 +81,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     args.host = args.host or LOOPBACK
     # vLLM's answers name the first model.
     served_names = args.served_model_name or [args.model]
-    args.served_model_name = [*served_names, *(name + RAW_SUFFIX for name in served_names)]
+    # Requests with the second name of a model are never shaped.
+    raw_names = [name + RAW_SUFFIX for name in served_names]
+    args.served_model_name = [*served_names, *raw_names]
     complete_args(args)
     return args
 

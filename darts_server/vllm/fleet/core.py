@@ -383,7 +383,9 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
     is_token_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
     # Routed experts and sampling masks of two prompts cannot be joined.
     has_chunks = state.routed_experts_chunks or state.sampling_mask_chunks
-    if is_token_prompt and find_prompt_end_parameter(params) is None and not has_chunks:
+    # Penalties, for example, treat the tokens of the prompt differently.
+    needs_prompt_end = find_prompt_end_parameter(params) is not None
+    if is_token_prompt and not needs_prompt_end and not has_chunks:
         continuation.prompt_token_ids = [*prompt, *received_tokens]
         continuation.sampling_params = copy(params)
         adjust_for_prefix(continuation.sampling_params, len(received_tokens))
@@ -393,7 +395,7 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
     if params.output_kind != RequestOutputKind.FINAL_ONLY:
         return None
     tokenizer = None if state.logprobs_processor is None else state.logprobs_processor.tokenizer
-    # The class's method makes the output again, without the tokens that were received before.
+    # `DeferredOutput` may have given the state a method that adds the tokens that were received.
     vars(state).pop(MAKE_COMPLETION, None)
     state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
     state.logprobs_processor = LogprobsProcessor.from_new_request(tokenizer, request)
@@ -407,7 +409,7 @@ def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
 
 
 class Engine:
-    """An engine of the fleet. It receives the messages of its connection."""
+    """An engine of the fleet."""
 
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank = hello.rank

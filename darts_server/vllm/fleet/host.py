@@ -32,7 +32,7 @@ PROCESS_POLL_SECONDS = 0.1
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
-    """Parameters of a host: vLLM's flags, the coordinator's address, and token and rank for its `Hello`."""
+    """Parameters of a host."""
 
     argv: list[str]
     host: str
@@ -65,8 +65,14 @@ async def run_host(start: Start, folder: Path) -> str:
     os.environ[RANK] = str(start.rank)
     args = flags.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    # The coordinator sends images whole, so the engine needs no cache of them.
     flags.send_images_whole(config)
-    engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
+    engine = LocalEngine(
+        asyncio_mode=True,
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=not args.disable_log_stats,
+    )
     engine.disconnected = asyncio.get_running_loop().create_future()
     process_manager: Any = engine.resources.engine_manager
     output_socket: Any = engine.resources.output_socket

@@ -164,6 +164,7 @@ class PlacedHosts:
             if time.monotonic() - started_at > LASTED_SECONDS:
                 pause = FIRST_PAUSE
             logger.error("the host of engine %d has ended: %s", rank, reason)
+            # `failure` is read only until all engines have joined, so later failures do no harm.
             if failures == MAX_FAILURES:
                 self.failure = InvalidSetting(f"engine {rank} does not start: {reason}")
             await self._wait_for_head(rank)
@@ -206,11 +207,11 @@ class PlacedHosts:
             task.add_done_callback(self._ending_tasks.discard)
 
     async def _kill_host(self, actor: Any) -> None:
-        """Kill a host that hangs, and then its actor, which may hang too."""
         with suppress(Exception):
             async with asyncio.timeout(END_SECONDS):
                 end_call = await call_in_thread(partial(actor.end.remote, signal.SIGKILL))
                 await end_call
+        # If the actor hangs, `keep_running` waits until the actor ends.
         await asyncio.sleep(END_SECONDS)
         await call_in_thread(partial(end_actor, actor))
 
@@ -246,8 +247,8 @@ class Cluster:
         return str(ray.util.get_node_ip_address())
 
     @asynccontextmanager
-    async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[PlacedHosts]:
-        """Keep a host for each engine running until the block ends. ``divided_over``: GPUs of one engine's model.
+    async def place(self, starts: Sequence[bytes], gpus_per_engine: int) -> AsyncIterator[PlacedHosts]:
+        """Keep a host for each engine running until the block ends.
 
         Raises:
             InvalidSetting: there is no cluster, or it lacks GPUs or CPUs.
@@ -272,8 +273,9 @@ class Cluster:
             gpus = self.gpus
             if gpus is None:
                 gpus = 0
-                if ray.cluster_resources().get("GPU", 0) > 0:
-                    gpus = divided_over
+                has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+                if has_gpus:
+                    gpus = gpus_per_engine
             resources = {"CPU": CPUS_WITHOUT_GPU}
             if gpus:
                 resources = {"CPU": CPUS_WITH_GPU, "GPU": gpus}
