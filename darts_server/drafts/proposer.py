@@ -327,9 +327,9 @@ class Drafts:
             weight = PROMPT_WEIGHT * self._token_weight
             self._lengths[row] = append_counted(self._counts, hashes, begin, root, prompt, weight)
         else:
-            # The first request of the prompt has counted its tokens. No context is longer than `LONGEST`, so only the
-            # last tokens are needed.
-            begin = max(0, counted - LONGEST)
+            # The first request of the prompt has counted its tokens. No context is longer than `LONGEST`, so the last
+            # tokens are enough, with a margin.
+            begin = max(0, counted - 2 * LONGEST)
             self._lengths[row] = append_uncounted(hashes, begin, token_ids[begin:counted])
         self._roots[row] = root
         self._recall.add_answers(root, hashes, prompt_tokens, answers)

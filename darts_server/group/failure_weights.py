@@ -21,8 +21,9 @@ def failure_weight_factor(failed_survivals: Sequence[float], num_started: int) -
     * the Newton series of g(d) is the sum over k of C(d, k) / C(n - 1, k), and C(d, k) is the expectation of e_k, the
       sum over all sets of k failed candidates of the products of their W. Candidate i is in none of these sets.
 
-    Hence the sum over k of e_k / C(n - 1, k) scales 1 / survival to all n, without bias. Without pruning the
-    factor is 1. It is exact for a fixed number of candidates, and an estimate if failed candidates were replaced.
+    Hence 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias, and times
+    (n - f) / n sums over the n - f candidates that did not fail. Without pruning the factor is 1. It is exact for a
+    fixed number of candidates, and an estimate if failed candidates were replaced.
     """
     num_failed = len(failed_survivals)
     uncertain_survivals = [survival for survival in failed_survivals if survival < 1]

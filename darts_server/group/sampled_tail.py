@@ -43,7 +43,7 @@ class SampledTailSelector(Selector):
 
     def _tail_only_candidates(self) -> list[Candidate]:
         """Return running candidates that can only be selected for the tail, the lowest draw first."""
-        # A deadline is known only when the candidate at `completion_place` has finished, so contenders for it run on.
+        # The group's deadline may depend on the candidate at `completion_place`, so contenders for that place run on.
         place = self.rule.num_shortest
         if self.has_deadline:
             place = self.rule.completion_place

@@ -152,7 +152,7 @@ class RemoteHead:
                 if not self._closed:
                     logger.exception("the quality head's trainer failed, or its report could not be handled")
             finally:
-                # The reports of the process had its state, so nothing is lost.
+                # The reports of the process had the trained state. Only its labels are lost.
                 self._kill_process()
                 self._pool.shutdown(wait=False)
             if self._closed:

@@ -396,14 +396,14 @@ class LengthBias:
     def mean(self, kind: str) -> float | None:
         """Return the mean of all ``generated`` or ``returned`` lengths in tokens."""
         weights, lengths = self._weights_and_lengths(kind)
-        if weights.sum() <= 0:
+        if not weights.sum() > 0:
             return None
         return float(np.average(lengths, weights=weights))
 
     def quantile(self, kind: str, share: float) -> float | None:
         """Return the length in tokens that a ``share`` of trajectories does not exceed."""
         weights, lengths = self._weights_and_lengths(kind)
-        if weights.sum() <= 0:
+        if not weights.sum() > 0:
             return None
         return float(np.quantile(lengths, share, weights=weights, method="inverted_cdf"))
 

@@ -109,7 +109,7 @@ class Work:
     @property
     def admission(self) -> Any:
         self.lasts -= 1
-        return SimpleNamespace(requests=int(self.lasts >= 0 and (self.stuck or not self.failed)))
+        return SimpleNamespace(unanswered_requests=int(self.lasts >= 0 and (self.stuck or not self.failed)))
 
     def drain(self) -> None:
         self.drained += 1
