@@ -166,7 +166,7 @@ def add_sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) ->
 
 
 def send_images_whole(config: VllmConfig) -> None:
-    """Let vLLM send the data of an image with every request, as it does by itself with several engines.
+    """Let vLLM send the data of an image with every request.
 
     With one engine vLLM sends only the name of an image that the engine's cache should have. But here a prompt may be
     sent long after it was rendered, in another order, or never, and the engine would not know the name.

@@ -150,7 +150,7 @@ class HeldRequests:
         setattr(state, NUMBER, NumberedRequest(number, prior_tokens, is_candidate))
         extra_args = params.extra_args or {}
         if params.stop or NOT_HELD in extra_args:
-            # This process searches for stop strings as tokens arrive.
+            # A negative number: the engine does not hold the tokens, because this process reads them as they arrive.
             number = -number
         # Other requests may have the same object.
         request.sampling_params = copy(params)
@@ -213,7 +213,8 @@ class HeldRequests:
         engine_idx: int = 0,
         **options: Any,
     ) -> None:
-        """Stand in for vLLM's ``record``: count tokens when they are generated, and not when they arrive."""
+        """Stand in for vLLM's ``record``."""
+        # Count tokens when they enter the engine's buffer. When they arrive, vLLM counts them, so they are subtracted.
         unlogged = self._unlogged_tokens[engine_idx]
         if unlogged:
             if iteration_stats is None:

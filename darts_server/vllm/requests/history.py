@@ -18,9 +18,8 @@ from darts_server.drafts.history import History, hash_prompt
 from darts_server.vllm.engine_core.drafter import HISTORY
 
 POLL_SECONDS = 5.0
-"""Time between two questions to each engine whether it has emptied its counts. Each takes a millisecond of the engine.
-Until then, the engine does not get again what it has forgotten."""
-EMPTIED = "darts_emptied_drafts"
+"""Time between two polls of an engine. Each takes a millisecond of the engine."""
+TIMES_EMPTIED = "darts_emptied_drafts"
 ORIGIN = "darts_origin"
 """Attribute of a request's state in vLLM."""
 
@@ -37,8 +36,7 @@ class Origin(NamedTuple):
 class EngineMemory:
     """What an engine has counted since it started or emptied its counts.
 
-    ``incarnation``: the engine's connection, if it may start again. ``times_emptied``: how often its workers have
-    emptied their counts.
+    ``incarnation``: the engine's connection, if it may start again. ``times_emptied``: of all its workers.
     """
 
     number: int
@@ -77,16 +75,17 @@ class RequestHistory:
     async def watch_engines(self) -> None:
         while True:
             await asyncio.sleep(POLL_SECONDS)
+            # A worker empties its counts when they are full. Then its engine needs the answers again.
             engines = list(self._core.core_engines)
             calls = [
-                self._core._call_utility_async("collective_rpc", EMPTIED, None, (), None, engine=engine)
+                self._core._call_utility_async("collective_rpc", TIMES_EMPTIED, None, (), None, engine=engine)
                 for engine in engines
             ]
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-            for engine, answer in zip(engines, answers, strict=True):
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            for engine, times_by_worker in zip(engines, results, strict=True):
                 # The counts of a lost engine are gone anyway.
-                if not isinstance(answer, BaseException):
-                    self.record_emptied(engine, sum(answer))
+                if not isinstance(times_by_worker, BaseException):
+                    self.record_emptied(engine, sum(times_by_worker))
 
     def record_emptied(self, engine: bytes, times_emptied: int) -> None:
         memory = self._memory_of(engine)
@@ -113,12 +112,12 @@ class RequestHistory:
     def _add_history(self, request: EngineCoreRequest, engine: bytes) -> EngineCoreRequest:
         params = request.sampling_params
         state = self._states.get(request.request_id)
-        # A prompt of embeddings has no tokens that others could share.
-        is_text = request.prompt_embeds is None and not request.resumable
-        if params is None or state is None or not state.prompt_token_ids or not is_text:
+        # A prompt of embeddings has no tokens that others could share. A ``resumable`` prompt is sent in parts.
+        has_whole_prompt = request.prompt_embeds is None and not request.resumable
+        if params is None or state is None or not state.prompt_token_ids or not has_whole_prompt:
             return request
 
-        # The state of a resumed request has its true prompt, without generated tokens.
+        # The state of a resumed candidate has its true prompt, without generated tokens.
         adapter = None if request.lora_request is None else request.lora_request.lora_name
         key = self._key_of(state.prompt_token_ids, adapter)
         self._history.age_if_new_version(self._model_version())

@@ -59,15 +59,13 @@ slice_limiter = anyio.CapacityLimiter(1)
 
 
 class NoTokens(list[int]):
-    """An empty list of tokens that is true: vLLM's streams skip outputs whose tokens are false, and their reason."""
+    """An empty list that is true."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class CachingTokenizer:
-    """A tokenizer that caches the text of single tokens, and decodes many tokens at once."""
-
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.text_of_token = cache(self._text_of_token)
@@ -112,7 +110,8 @@ class CachingTokenizer:
         """Return the text in a tenth of vLLM's time, or None if it might differ. Yield after each slice."""
         assert self._joining_tokenizer is not None
         decode = partial(self._joining_tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        # The tokens are decoded without their prompt, so a character must not begin in the prompt.
+        # The tokens are decoded without their prompt, so a character must not begin in the prompt. It may begin before
+        # last tokens without text, such as special tokens.
         prompt_end = decode(prompt[-CONTEXT:])
         if prompt and (not prompt_end or prompt_end.endswith(INCOMPLETE)):
             return None
@@ -400,6 +399,7 @@ class DeferredOutput:
             no_ranks = np.full(len(prefix_logprobs), None)
             yield LogprobsLists(ids[:, None], np.array(prefix_logprobs)[:, None], no_ranks)
         if self._arrays:
+            # In a step with another request's ``logprob_token_ids``, an array of vLLM may have fewer columns.
             width = min(arrays.logprobs.shape[1] for arrays in self._arrays)
             joined = LogprobsLists(
                 np.concatenate([arrays.logprob_token_ids[:, :width] for arrays in self._arrays]),
@@ -475,7 +475,6 @@ def to_choice(
     *,
     is_last: bool,
 ) -> RequestOutput:
-    """Copy a candidate's output as choice ``index`` of the caller's request."""
     choice = copy(output)
     choice.request_id = request_id
     choice.outputs = [replace(output.outputs[0], index=index)]

@@ -48,7 +48,9 @@ class VllmPromptRenderer:
             **renderer_options(args),
         )
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
+        # Whether later groups of a prompt get the same random numbers. Set at the start of the server.
         self.reuses_streams = False
+        # Callers cannot predict the seeds, which differ after each start.
         self._secret = secrets.token_hex(16)
         # Numbers of the running groups of each prompt, by its key.
         self._running_groups = defaultdict[str, set[int]](set)
@@ -174,7 +176,8 @@ class VllmPromptRenderer:
         if not self.reuses_streams or request.params.seed is not None:
             yield
             return
-        # Later groups of the prompt get the same seed, but not groups that run at the same time.
+        # Later groups of the prompt get the same seed, but not groups that run at the same time. With the same random
+        # numbers, answers resemble the earlier answers, and more of their drafts are accepted.
         running_numbers = self._running_groups[request.prompt_key]
         number = next(number for number in count() if number not in running_numbers)
         name = f"{self._secret} {number} {request.prompt_key}"

@@ -60,7 +60,7 @@ RESUMABLE = frozenset(
     }
 )
 """Sampling parameters that do not depend on where the prompt ends. All others are assumed to depend on it."""
-# White space and reasoning tags before an answer. Templates render them otherwise when the answer is part of the chat.
+# White space and reasoning tags before an answer.
 UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
 MAX_END_TOKENS = 24
 SEED_FIELDS = {"seed": None, "output_kind": None}
@@ -135,7 +135,7 @@ class PromptRequest:
         prompt = self.prompt
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids", ())
-        # Trainers send one seed with all prompts, whose tails must be independent.
+        # Trainers send one seed with all prompts, but the longer answers of each group are drawn independently.
         return (self.params.seed & SEED_MASK, crc32(repr(prompt).encode()))
 
     @cached_property
@@ -198,7 +198,7 @@ class PromptRequest:
         return probe.logprobs and self.params.logprobs is None
 
     def make_resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
-        """Return prompt and sampling parameters for the rest of candidate ``index``, after the tokens ``prefix``."""
+        """Return prompt and sampling parameters for the rest of candidate ``index``."""
         prompt_token_ids = self.prompt["prompt_token_ids"]
         params = self.make_params(index, may_share=False)
         # The drafter counts the prefix as a part of the answer.
@@ -245,7 +245,7 @@ def adjust_for_prefix(params: SamplingParams, prefix_tokens: int) -> None:
 
 
 def check_resumable(params: SamplingParams) -> None:
-    """Raise `InvalidRequest` if candidates cannot be resumed."""
+    # 1 loses nothing, because a batch answers only log-probs of generated tokens.
     if params.logprobs is not None and not 0 <= params.logprobs <= 1:
         raise InvalidRequest(
             "sampling.logprobs",
@@ -267,6 +267,7 @@ def find_prompt_end_parameter(params: SamplingParams) -> str | None:
     for name in params.__struct_fields__:
         if name.startswith("_") or name in RESUMABLE:
             continue
+        # None, an empty list and 0 turn a parameter off, whatever its default is.
         is_unused = getattr(params, name) in (getattr(defaults, name), None, [], 0)
         if not is_unused:
             return name
@@ -306,6 +307,7 @@ def make_turn(
         token_ids,
         stable_tokens,
         session,
+        # With any other name, the first request may continue a trajectory.
         opens_session=shaping.session is not None,
         greedy=is_greedy,
         scoring=params.max_tokens == 1 or scores_prompt,
@@ -314,7 +316,8 @@ def make_turn(
 
 
 def count_stable_tokens(tokenizer: Any, token_ids: Sequence[int]) -> int:
-    """Count a prompt's tokens without white space and reasoning tags at its end, which a later turn may not have."""
+    """Count the first tokens of a prompt with which a later turn begins, too."""
+    # Templates render the end of a prompt otherwise when an answer follows in the chat.
     last_tokens = list(token_ids[-MAX_END_TOKENS:])
     # Negative numbers stand for images.
     if not last_tokens or min(last_tokens) < 0:

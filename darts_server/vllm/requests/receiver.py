@@ -30,7 +30,6 @@ class MessageReceiver:
         socket.close = self.close
 
     async def receive(self, copy: bool = True) -> list[Any]:
-        """Return the parts of the next message."""
         while True:
             # The socket becomes readable again only after all messages were taken.
             with suppress(zmq.Again):

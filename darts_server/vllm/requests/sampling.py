@@ -54,7 +54,6 @@ PLACE = re.compile(r" - at .*?\$\.?(?P<path>[^`]*)`$")
 
 
 def parameter_names() -> list[str]:
-    """Return the names of the parameters that callers may set."""
     return sorted(set(get_type_hints(SamplingParams.from_optional)) - RESERVED - {"return"})
 
 
