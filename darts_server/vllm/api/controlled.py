@@ -39,7 +39,7 @@ class ControlledLLM(AsyncLLM):
     """
 
     gate: Gate
-    """Gate that every request passes, set by `start_engine`."""
+    """Set by `start_engine`."""
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
@@ -88,7 +88,6 @@ class ControlledLLM(AsyncLLM):
         return all(await self._call_engines("reset_prefix_cache", reset_running_requests, reset_connector))
 
     async def _call_engines(self, method: str, *args: Any) -> list[Any]:
-        """Return the answer of each data-parallel engine."""
         core = self.engine_core
         if isinstance(core, FleetCore):
             # A fleet joins the answers of its engines.
@@ -176,6 +175,7 @@ class ControlledLLM(AsyncLLM):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests, and all groups if ``/abort_requests`` names no requests."""
         abort = partial(super().abort, request_id, internal=internal)
+        # vLLM also calls this itself, for example when a caller disconnects.
         if not take_route_abort():
             await abort()
             return

@@ -52,7 +52,6 @@ class RunningEngine:
     fingerprint: str
 
     def serve_groups(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
-        """Serve requests as groups of ``rollouts``, and vLLM's weight routes through ``updates``."""
         self.llm.held_requests.on_step = rollouts.statistics.latency.observe
         self.llm.rollouts = rollouts
         self.llm.merge_options = merge_options
@@ -126,7 +125,7 @@ async def start_fleet(
             "--data-parallel-size makes one engine of several ranks, so it cannot be used with --replicas; omit either"
         )
     gpus_per_engine = config.parallel_config.world_size
-    # The rooms above treat each engine as a data-parallel rank.
+    # vLLM's checks of requests and our `Ranks` treat each engine as a data-parallel rank.
     config.parallel_config.data_parallel_size = count
 
     core = FleetCore(config)
@@ -233,6 +232,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     fingerprint = fingerprint_of(config)
+    # Prompts are not sent in the order in which they were rendered, so the engine's cache may lack an image.
     send_images_whole(config)
     limit_checks()
     llm = ShapingLLM.from_vllm_config(
@@ -244,6 +244,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
     )
     assert isinstance(llm, ShapingLLM)
     try:
+        # As vLLM's server does: drop the images of the engine's profiling run.
         await llm.reset_mm_cache()
         # vLLM caches the tasks, and generate() needs them without awaiting.
         await llm.get_supported_tasks()
@@ -254,6 +255,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
             )
         if COUPLED in dict(engine_args.additional_config) and not all(await llm.collective_rpc("darts_can_couple")):
             raise InvalidSetting("vLLM's workers on this platform cannot couple sampling; omit --sampling coupled")
+        # The engine is checked. Every request passes this gate.
         llm.gate = Gate()
         async with install_probes(llm) as probes:
             model = VllmModel(llm)

@@ -93,7 +93,7 @@ class ShapingLLM(UnshapedLLM):
         turn = Turn()
         group_name = None
         plan = None
-        is_counted = False
+        is_only_counted = False
         prompt_key = ""
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns = rollouts.turns
@@ -104,8 +104,8 @@ class ShapingLLM(UnshapedLLM):
             # None: vLLM serves the request, and it belongs to no group.
             plan = rollouts.plan(sampling_params.n, shaping, turn)
             # A single request of a group that `off` or `auto` does not shape: vLLM serves it, and its group is counted.
-            is_counted = plan is not None and plan.policy == OFF
-            if plan is not None and not is_counted:
+            is_only_counted = plan is not None and plan.policy == OFF
+            if plan is not None and not is_only_counted:
                 check_group(self, request)
             # A request that names the policy `off` or the model `MODEL:raw` may be an evaluation.
             if plan is not None or (sampling_params.n > 1 and shaping.policy is None):
@@ -124,7 +124,8 @@ class ShapingLLM(UnshapedLLM):
             ticket = rollouts.admission.admit(1 if plan.single else rollouts.estimate_candidates(plan))
             if not plan.single:
                 route.group_ids.append(request_id)
-            elif not is_counted:
+            elif not is_only_counted:
+                # `Turns` recognises aborted requests that are sent again. A counted group frees their seats itself.
                 turn.group_size = plan.size
         elif not route.beams:
             ticket = self.admission.admit(sampling_params.n)
@@ -148,7 +149,7 @@ class ShapingLLM(UnshapedLLM):
             answers_at_stop,
         )
         member = None
-        if rollouts is not None and plan is not None and is_counted:
+        if rollouts is not None and plan is not None and is_only_counted:
             count_tokens = partial(self._count_tokens, request_id)
             member = rollouts.joiner.counted.join(self._make_join_request(generation, plan), count_tokens)
             generation.member = member
@@ -174,7 +175,6 @@ class ShapingLLM(UnshapedLLM):
             self.rollouts.plan(n=1, options=shaping)
 
     def _find_session(self, options: RequestOptions, route: RouteCall) -> AgentSession | None:
-        """Return the session that a request is a turn of."""
         if self.sessions is None:
             return None
         return self.sessions.find_named(options.session, *route.session_names)
@@ -193,7 +193,6 @@ class ShapingLLM(UnshapedLLM):
             raise
 
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs, and record answers."""
         request = generation.request
         plan = generation.plan
         turns = generation.turns
@@ -218,6 +217,7 @@ class ShapingLLM(UnshapedLLM):
                         reason = choice.finish_reason
                         if reason is not None:
                             generation.route.has_aborted_answer |= reason == ABORTED
+                            # vLLM's streams skip an event whose tokens are false, and so its finish reason.
                             if is_delta and not choice.token_ids:
                                 choice.token_ids = NoTokens()
                         # Without deltas, only the last output of a choice counts: it has all tokens.
@@ -318,7 +318,6 @@ class ShapingLLM(UnshapedLLM):
                 run.cancel()
 
     async def _generate_joined(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
-        """Generate one trajectory as part of a group of single requests."""
         request = generation.request
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
@@ -376,7 +375,6 @@ class ShapingLLM(UnshapedLLM):
         engine_core.get_output_async = get_output_after_yielding
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests, and the groups that they run as."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if not internal:
             ids += self.turns_named(ids)
@@ -398,7 +396,6 @@ class ShapingLLM(UnshapedLLM):
                     await asyncio.sleep(HAND_BACK_POLL_SECONDS)
 
     def fail(self, error: DartsError) -> None:
-        """End running requests, and refuse new requests, with this error."""
         self.gate.fail(error)
         if self.rollouts is not None:
             self.rollouts.fail_all(error)

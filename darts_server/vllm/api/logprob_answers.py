@@ -40,7 +40,6 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
 def write_logprobs_from_arrays(application: FastAPI) -> None:
-    """Change the routes of vLLM's application that answer with log-probs."""
     for route in application.routes:
         if isinstance(route, APIRoute) and route.path in PATHS and route.dependant.call is not None:
             route.dependant.call = _replace_placeholders_after(route.dependant.call)
@@ -49,6 +48,7 @@ def write_logprobs_from_arrays(application: FastAPI) -> None:
         ("openai_serving_completion", "_create_completion_logprobs", make_completion_form, _make_completion_model),
         ("openai_serving_chat", "_create_chat_logprobs", make_chat_form, _make_chat_model),
     ]
+    # Since vLLM 0.32, the token route names tokens by integers, and vLLM writes its log-probs.
     if answers_token_ids_as_texts():
         replaced_methods.append(("serving_tokens", "_create_tokens_logprobs", make_tokens_form, _make_chat_model))
     for attribute, method, make_form, make_model in replaced_methods:
@@ -59,8 +59,6 @@ def write_logprobs_from_arrays(application: FastAPI) -> None:
 
 
 def _replace_placeholders_after(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return a handler that replaces the placeholders in the answer of ``handler``."""
-
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
         # `_make_placeholder` fills it while the handler makes the answer.
@@ -76,7 +74,6 @@ def _replace_placeholders_after(handler: Callable[..., Awaitable[Any]]) -> Calla
 
 
 async def _replace_placeholders(body: bytes, fragments: Fragments) -> bytes:
-    """Replace each placeholder in an answer by its JSON."""
     parts = []
     # In the order of the answer's choices.
     for name, (placeholder, slices) in fragments.items():

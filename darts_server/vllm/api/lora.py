@@ -76,7 +76,7 @@ class VllmLoras:
         replaced = self.pushed.get(name)
         adapter_id = self._registry.lora_id_counter.inc(1) if replaced is None else replaced.lora_int_id
         # The LoRARequest that is sent with requests has no load_inplace: with it, the engine would load the files at
-        # every step.
+        # every step. Set it before the load: if only some workers load the adapter, the rollback needs its id.
         self.pushed[name] = LoRARequest(name, adapter_id, str(folder))
         try:
             load_request = LoRARequest(name, adapter_id, str(folder), load_inplace=True)

@@ -22,8 +22,6 @@ LINGER_SECONDS = 5.0
 
 
 class ProbeReceiver:
-    """Passes hidden states on to the probes of candidates."""
-
     def __init__(self) -> None:
         self.fault: str | None = "no probe was installed"
         """Why no states are received, or None if they are."""

@@ -152,7 +152,7 @@ async def _call_with_options(
     request: Any,
     raw_request: Request,
 ) -> Any:
-    """Read the options of a request, call vLLM's ``handler`` with `route_call` set, and return its answer."""
+    """Call vLLM's ``handler`` with `route_call` set."""
     headers = raw_request.headers
     # vLLM's handler logs the id, so check it first.
     check_name("request_id", str(getattr(request, "request_id", None) or ""))
@@ -239,8 +239,8 @@ MESSAGE_END = "event: message_delta\n"
 """Begin of the event of a stream of ``/v1/messages`` in which the message ends."""
 RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
 """Types of the last events of a stream of the Responses API."""
-ANSWERS = ("choices", "output")
-"""Fields that answers have and errors do not have. The second is of the Responses API."""
+ANSWER_FIELDS = ("choices", "output")
+"""Fields that errors do not have. The second is of the Responses API."""
 
 
 def _describe_session(agent_session: AgentSession) -> dict[str, Any]:
@@ -255,15 +255,16 @@ def _describe_session(agent_session: AgentSession) -> dict[str, Any]:
 
 
 def _add_session_state(agent_session: AgentSession, answer: Any, raw_request: Request) -> Any:
-    """Add the state of a session to the answer of its turn: a header and a field, or a field in a stream."""
+    """Add the state of a session as a header and a field, or as a field in a stream."""
     if isinstance(answer, AsyncGenerator):
         return _stream_with_session_state(agent_session, answer)
     state = _describe_session(agent_session)
     # The middleware makes a header of it.
     raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in state.items())
     # Errors keep their form.
-    if isinstance(answer, BaseModel) and any(hasattr(answer, name) for name in ANSWERS):
+    if isinstance(answer, BaseModel) and any(hasattr(answer, name) for name in ANSWER_FIELDS):
         if agent_session.state.is_over:
+            # An agent would run the tools, and send a further request to a session that is over.
             _drop_tool_calls(getattr(answer, "choices", ()), agent_session.group.spec.stopped_as)
         return _add_session_field(answer, state)
     return answer
@@ -283,7 +284,6 @@ def _extend_with_session_field(model: type[BaseModel]) -> type[BaseModel]:
 
 
 def _drop_tool_calls(choices: Iterable[Any], finish_reason: str) -> None:
-    # An agent would run the tools, and send a further request to a session that is over.
     for choice in choices:
         message = getattr(choice, "message", None)
         if message is not None and message.tool_calls:
@@ -339,8 +339,6 @@ async def move_xargs(params: Any, raw_request: Request) -> None:
 
 @dataclass(slots=True)
 class _ControlCall:
-    """A call of a control route."""
-
     is_abort_pending: bool
     error: DartsError | None = None
 
@@ -361,7 +359,7 @@ def record_darts_error() -> Iterator[None]:
 
 
 def take_route_abort() -> bool:
-    """Return True once per call of ``/abort_requests``, for the abort that the route makes itself."""
+    """Return True once per call of ``/abort_requests``."""
     call = _control_call.get()
     if call is None or not call.is_abort_pending:
         return False
@@ -374,6 +372,7 @@ def _raise_recorded_errors(handler: Handler, *, is_abort: bool) -> Handler:
 
     @wraps(handler)
     async def handle(**values: Any) -> Any:
+        # The handler's first call of `abort` takes the flag, see `take_route_abort`.
         call = _ControlCall(is_abort_pending=is_abort)
         token = _control_call.set(call)
         answer = None
@@ -397,8 +396,6 @@ checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True
 
 
 def _read_check_finite(handler: Handler) -> Handler:
-    """Return a handler that sets `checks_finite` for ``handler``."""
-
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
         parameter = raw_request.query_params.get(CHECK_FINITE, "true")
@@ -441,7 +438,7 @@ def _make_error_response(
 
 
 def _report_responses_errors(responses: Any) -> None:
-    """Report errors and aborts in the streams and background responses of the Responses API."""
+    """Report errors and aborts of the Responses API."""
     make_response = responses.responses_full_generator
     stream = responses.responses_stream_generator
     stream_stored = responses.responses_background_stream_generator
@@ -568,7 +565,6 @@ def _report_messages_errors(messages: Any) -> None:
 
 
 def _allow_several_choices(serving_tokens: Any) -> None:
-    """Let streams have several choices: vLLM's generator fails at choices that its first output does not have."""
     stream = serving_tokens.serve_tokens_stream_generator
     serving_tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
         request, _add_missing_choices(outputs, request.sampling_params.n), *more
@@ -578,14 +574,15 @@ def _allow_several_choices(serving_tokens: Any) -> None:
 async def _add_missing_choices(
     outputs: AsyncGenerator[RequestOutput, None], choices: int
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Add missing choices, empty and unfinished, to the first output."""
+    """Add missing choices to the first output."""
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
             if is_first:
                 is_first = False
                 missing = set(range(choices)) - {choice.index for choice in output.outputs}
-                # vLLM sends no event for an empty choice.
+                # vLLM's generator sizes its list of token counts by the first output, and would fail at another
+                # choice later. It sends no event for an empty choice.
                 empty = [CompletionOutput(index, "", [], None, None) for index in sorted(missing)]
                 output = copy(output)
                 output.outputs = [*output.outputs, *empty]

@@ -66,7 +66,6 @@ async def make_app(
     error_fields: ErrorFields,
     extensions: Sequence[Extension],
 ) -> FastAPI:
-    """Build vLLM's app, whose generation routes read our options."""
     tasks = await llm.get_supported_tasks()
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
@@ -113,6 +112,7 @@ async def serve(
     async def notify() -> None:
         # vLLM calls this when the server answers, and repeatedly afterwards.
         nonlocal is_ready
+        # `serve_http` has set vLLM's own handlers meanwhile. Setting ours again is harmless.
         shutdown.handle_signals()
         if not is_ready:
             is_ready = True

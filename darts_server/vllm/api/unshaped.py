@@ -56,7 +56,7 @@ class Generation:
 
 
 class UnshapedLLM(ControlledLLM):
-    """Serves a request as vLLM does, behind the gate and on the engine that has its prefix."""
+    """Serves a request as vLLM does, on the engine that has its prefix."""
 
     rollouts: VllmRollouts | None = None
     sessions: SessionRegistry | None = None
@@ -70,21 +70,20 @@ class UnshapedLLM(ControlledLLM):
 
     @property
     def admission(self) -> Admission:
-        """Admission of ``rollouts``, or without limits."""
         if self.rollouts is None:
             return Admission(lambda: 0, None)
         return self.rollouts.admission
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
         request = generation.request
         turn = generation.turn
         member = generation.member
         # With priorities, the request waits in line with the candidates of groups.
         order = None
         if self.rollouts is not None:
-            order_after = self.rollouts.make_starting_order(prompt_key=None)
-            order = order_after(0)
+            starting_order = self.rollouts.make_starting_order(prompt_key=None)
+            carried_tokens = 0
+            order = starting_order(carried_tokens)
         # `Ranks` counts the request on its engine until it ends.
         with ExitStack() as counted:
             if member is not None:
@@ -122,7 +121,7 @@ class UnshapedLLM(ControlledLLM):
     def _begin_turn(
         self, agent_session: AgentSession, request: PromptRequest, route: RouteCall
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Serve a turn of a session. It runs at once, on the engine that has its prefix.
+        """Serve a turn of a session, without waiting for siblings.
 
         Raises:
             InvalidRequest: the request asks for several answers, or its log-probs would be of another distribution.
@@ -149,7 +148,8 @@ class UnshapedLLM(ControlledLLM):
                 partial(self._abort_turn, request_id),
             )
         except SessionOver as error:
-            if error.status != HTTPStatus.OK:
+            wants_empty_answer = error.status == HTTPStatus.OK
+            if not wants_empty_answer:
                 raise
             return _answer_ended_session(agent_session, request)
         try:
@@ -218,8 +218,10 @@ class UnshapedLLM(ControlledLLM):
                         # With any other reason, such as an error of vLLM, the harness gets no answer.
                         if turn.is_stopped or reason in FINISH_REASONS:
                             turn.finish(prompt, tokens, logprobs)
+                        # Some harnesses do not know "abort".
                         if is_aborted and turn.is_stopped and turn.session.group.spec.stopped_as is StoppedAs.LENGTH:
                             choice.finish_reason = FinishReason.LENGTH.value
+                        # vLLM's streams skip an event whose tokens are false, and so its finish reason.
                         if is_delta and not choice.token_ids:
                             choice.token_ids = NoTokens()
                         generation.route.has_aborted_answer |= choice.finish_reason == ABORTED
@@ -263,9 +265,11 @@ async def _answer_ended_session(
     agent_session: AgentSession,
     request: PromptRequest,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Raise `SessionOver`, or yield an answer without tokens if the harness understands no error."""
+    """Raise `SessionOver`, or yield an answer without tokens."""
     error = agent_session.group.over_error(agent_session)
-    if error.status != HTTPStatus.OK:
+    # The owner of the group chooses status 200 for a harness that understands no error.
+    wants_empty_answer = error.status == HTTPStatus.OK
+    if not wants_empty_answer:
         raise error
     is_delta = request.params.output_kind is RequestOutputKind.DELTA
     choice = CompletionOutput(
