@@ -354,7 +354,6 @@ class ShapingLLM(UnshapedLLM):
         )
 
     def replace_output_reader(self) -> None:
-        """Report the engine's death, and let other tasks run between two outputs of the engine."""
         engine_core: Any = self.engine_core
         get_output = engine_core.get_output_async
 

@@ -238,7 +238,6 @@ FINISHED_CHOICE = '"finish_reason":"'
 MESSAGE_END = "event: message_delta\n"
 """Begin of the event of a stream of ``/v1/messages`` in which the message ends."""
 RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
-"""Types of the last events of a stream of the Responses API."""
 ANSWER_FIELDS = ("choices", "output")
 """Fields that errors do not have. The second is of the Responses API."""
 

@@ -19,7 +19,6 @@ MEDIA = frozenset({"image", "image_url", "video", "video_url", "audio", "audio_u
 
 
 def limit_texts(renderer: Any) -> None:
-    """Let the tokenizer of vLLM's renderer refuse texts and token ids that are too long."""
     tokenizer = renderer.tokenizer
     if tokenizer is None:
         return

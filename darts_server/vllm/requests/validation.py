@@ -191,7 +191,6 @@ def _check_seed(params: SamplingParams, candidates: int) -> None:
 
 
 def _find_unsendable_field(engine_request: EngineCoreRequest) -> str:
-    """Return the first field that cannot be sent, or ``body``."""
     fields = msgspec.structs.asdict(engine_request)
     params = fields.pop(PARAMS)
     for name, value in (msgspec.structs.asdict(params) | fields).items():
