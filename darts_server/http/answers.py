@@ -51,7 +51,6 @@ _encoder = msgspec.json.Encoder(enc_hook=_encode_array)
 
 
 async def run_in_encoder_thread(function: Callable[[], T]) -> T:
-    """Call a slow function in one of a few threads."""
     return await anyio.to_thread.run_sync(function, limiter=_encoders)
 
 
@@ -61,7 +60,6 @@ def split_into_slices(answer: bytes) -> Iterator[bytes]:
 
 
 async def with_turns_between(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield parts of an answer, and let other tasks run between two parts."""
     for part in parts:
         yield part
         # Sending a part lets other tasks run only when the socket's buffer is full.
@@ -85,7 +83,7 @@ class ClosingResponse(StreamingResponse):
 def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
     """Return the response with an answer. ``cleanup`` is closed when the answer was sent."""
     cleanup = cleanup or ExitStack()
-    # The web server buffers a small answer whole.
+    # The web server takes a small answer at once, also for a slow reader, so the cleanup need not wait.
     if len(answer) <= SLICE_BYTES:
         cleanup.close()
         return Response(answer, media_type=media_type)
@@ -128,7 +126,6 @@ class Readers:
 class _Encoding(Generic[T]):
     task: asyncio.Task[T]
     readers: int = 0
-    """Number of connections that use the encoding."""
 
 
 class SharedEncodings(Generic[T]):

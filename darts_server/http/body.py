@@ -151,18 +151,15 @@ async def parse_body(model: type[ModelT], body: bytes, list_field: str | None = 
     return await anyio.to_thread.run_sync(parse, model, body, list_field, limiter=one_at_a_time)
 
 
-async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, raw_body: bytes) -> ValidatedT:
-    """Convert a body that was parsed from ``raw_body``, a large body in a thread."""
-    if len(raw_body) <= INLINE_BYTES:
+async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, *, num_bytes: int) -> ValidatedT:
+    """Convert a parsed body that had ``num_bytes``, a large body in a thread."""
+    if num_bytes <= INLINE_BYTES:
         return convert(body)
     return await anyio.to_thread.run_sync(convert, body)
 
 
 def parse(model: type[ModelT], body: bytes, list_field: str | None = None) -> ModelT:
     """Parse a JSON body.
-
-    pydantic keeps the interpreter while it reads a text: a million token ids take .1 s. So the items of a long list are
-    parsed one by one.
 
     Args:
         list_field: the field with a list of bodies, if the model has such a list.
@@ -181,13 +178,14 @@ def parse(model: type[ModelT], body: bytes, list_field: str | None = None) -> Mo
     if item_texts is None:
         return _parse_at_once(model, body)
 
-    # Parse the other fields, with an empty list.
+    # Parse the other fields, with an empty list, since no such list has a minimum length.
     parsed = _parse_at_once(model, msgspec.json.encode(fields | {list_field: msgspec.Raw(b"[]")}))
 
+    # Parse the items one by one: pydantic keeps the interpreter while it reads a text, .1 s for a million token ids.
     (item_model,) = get_args(model.model_fields[list_field].annotation)
     items = []
     for number, text in enumerate(item_texts):
-        _check_parsed_at_once(text)
+        _check_small_enough(text)
         items.append(_validate(item_model.model_validate_json, text, (list_field, number)))
 
     # The assignment validates the length of the list. It does not validate the items again.
@@ -196,7 +194,7 @@ def parse(model: type[ModelT], body: bytes, list_field: str | None = None) -> Mo
 
 
 def _parse_at_once(model: type[ModelT], body: bytes) -> ModelT:
-    _check_parsed_at_once(body)
+    _check_small_enough(body)
     return _validate(model.model_validate_json, body)
 
 
@@ -252,8 +250,8 @@ def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple
     raise InvalidRequest(field_name(path) or "body", message)
 
 
-def _check_parsed_at_once(text: bytes) -> None:
-    # The event loop waits while such a text is parsed.
+def _check_small_enough(text: bytes) -> None:
+    # The event loop waits while this text is parsed.
     where = "in one prompt or reward, or in all other fields together"
     check_structure(text, MAX_PARTS_AT_ONCE, MAX_VALUES_AT_ONCE, where)
 
@@ -274,7 +272,7 @@ def check_structure(text: bytes, max_parts: int, max_values: int, where: str) ->
         # Every second piece between quotes is outside of strings.
         outside_strings = b"".join(text.split(b'"')[::2])
         parts += outside_strings.count(b"[") + outside_strings.count(b"{")
-        # Commas separate values.
+        # Commas separate values: numbers above all, since the other kinds are few.
         values = outside_strings.count(b",")
 
     if parts > max_parts:

@@ -68,7 +68,8 @@ class Controls:
                 paused_here = True
 
         try:
-            # Requests are aborted only after the new weights were read and checked.
+            # Requests are aborted only after the new weights were read and checked. Under `KEEP`, requests that are not
+            # aborted continue with the new weights.
             if lora is None:
                 await self.updates.load(path, rule=KEEP, when_staged=abort_running)
             else:
@@ -200,7 +201,9 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
         A request without `weight_dir` is passed to vLLM's route of the same path, if the server has that route.
         """
         raw_body = await request.body()
-        if f'"{WEIGHT_DIR}"'.encode() not in raw_body:
+        # Only searched, because a body for vLLM's route has other fields.
+        names_folder = f'"{WEIGHT_DIR}"'.encode() in raw_body
+        if not names_folder:
             handler = find_vllm_handler(request.app, UPDATE)
             if handler is not None:
                 return await handler(raw_request=request)
@@ -314,7 +317,6 @@ class CompletionTokenIds:
         request.return_token_ids = True
 
     def complete_answer(self, request: Any, answer: Any) -> None:
-        """Add the token ids to the answer."""
         # An error response has no choices.
         choices = getattr(answer, "choices", None)
         if getattr(request, "nvext", None) is not None and choices:
@@ -344,5 +346,4 @@ def access_overrides(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAcce
 
 
 def body_extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:
-    """Return the extensions of the bodies of vLLM's generation routes."""
     return [CompletionTokenIds()] if "nemo-rl" in dialects else []

@@ -57,7 +57,6 @@ def status_of(error: DartsError) -> HTTPStatus:
 
 
 def error_fields(error: DartsError) -> dict[str, Any]:
-    """Return OpenAI's error object."""
     status = status_of(error)
     # The engine's refusal may be caused by our own check of a field.
     cause = error.__cause__ if isinstance(error, EngineRefused) else error

@@ -42,7 +42,6 @@ def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, An
 
 
 def binary_body(description: str) -> dict[str, Any]:
-    """Return the ``openapi_extra`` of a route with a binary body."""
     return {"requestBody": {"required": True, "description": description, "content": BYTES}}
 
 

@@ -126,6 +126,7 @@ def validate_option(option: str, value: object, where: str) -> str | int:
             return str(value)
         wanted = f"one of {', '.join(ON_STOP)}"
     else:
+        # In the header of a group, ";" ends the id.
         if isinstance(value, str) and is_name(value) and (option != "group_id" or ";" not in value):
             return value
         wanted = f"{_MEANINGS[option]}, {RULE}"

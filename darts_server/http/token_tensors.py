@@ -32,7 +32,6 @@ class TokenTensors:
     _logprobs: list[Sequence[float] | None] = field(default_factory=list)
 
     def add_row(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> int:
-        """Add a row; return its number."""
         self._token_ids.append(token_ids)
         self._logprobs.append(logprobs)
         return len(self._token_ids) - 1

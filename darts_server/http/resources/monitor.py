@@ -143,9 +143,9 @@ class MonitorSources:
 
 
 def add_routes(api: APIRouter, sources: MonitorSources) -> None:
-    stream: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
-    @api.get("/live", response_model=MonitorAnswer, responses=stream)
+    @api.get("/live", response_model=MonitorAnswer, responses=responses)
     async def live(request: Request) -> Response:
         """Return the caller's running and recently ended groups; with ``Accept: text/event-stream``, stream them.
 
@@ -153,6 +153,7 @@ def add_routes(api: APIRouter, sources: MonitorSources) -> None:
         """
         may_see = caller.get().may_see
         if MEDIA_TYPE in request.headers.get("accept", ""):
+            # Without pings, because an event is sent every `QUIET_SECONDS` if nothing changes.
             return EventStream(
                 stream_updates(sources, may_see),
                 sources.streams.count_connection(),

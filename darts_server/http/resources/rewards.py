@@ -89,6 +89,6 @@ def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
         def to_rewards(body: RewardsIn) -> list[Reward]:
             return [reward.to_reward() for reward in body.rewards]
 
-        reported_rewards = await convert_body(to_rewards, body, raw)
+        reported_rewards = await convert_body(to_rewards, body, num_bytes=len(raw))
         counts = await reward_matcher.report(reported_rewards)
         return RewardsOut(**asdict(counts))

@@ -113,7 +113,7 @@ class Reading:
         Raises:
             QuotaReached
         """
-        # The candidates of a running batch count already, so its first connection does not.
+        # Limits of candidates also limit running batches, so only further readers count, and readers of ended batches.
         is_counted = batch.end is not None or batch.listeners > 0
         counted = self.readers.count_connection() if is_counted else nullcontext()
         with counted, batch.listen():
@@ -139,7 +139,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         body = await parse_body(RolloutsIn, raw, "prompts")
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
         media_type = choose_media_type(request.headers, streams=answer_format.stream is not StreamMode.OFF)
-        batch_request = await convert_body(RolloutsIn.to_batch_request, body, raw)
+        batch_request = await convert_body(RolloutsIn.to_batch_request, body, num_bytes=len(raw))
         batch = await batches.start_or_find(batch_request, answer_format, key)
         return await _respond(request, batch, media_type, reading, last_number=0)
 
@@ -207,7 +207,6 @@ def choose_media_type(headers: Headers, *, streams: bool) -> str:
 async def _respond(
     request: Request, batch: BatchRun, media_type: str, reading: Reading, *, last_number: int
 ) -> Response:
-    """Return the batch's events after event ``last_number`` as a stream, or its whole answer."""
     if batch.feed is not None:
         events = encode_events(batch.feed, last_number, batch.answer_format.stream, reading.events)
         return EventStream(events, reading.listen(batch))
@@ -228,7 +227,7 @@ async def _respond(
             tensors.answer = encode_answer(batch, done, tensors)
             return tensors
 
-        # Between two trajectories, the encoding thread leaves the interpreter to the event loop.
+        # A thread encodes the answer once for all connections that read it at the same time.
         encoding = cleanup.enter_context(reading.answers.use((batch, media_type), encode))
         answer = await while_connected(request, encoding)
         # Other connections may use the encoding until the answer was sent.
@@ -257,7 +256,7 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
     # The caller's sampling parameters may have numbers with more digits than msgspec encodes.
     fields["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
     groups = sorted(done.results, key=lambda result: result.number)
-    # Items are converted and encoded one after another, because all of them together need much memory.
+    # Items are converted and encoded one after another: together they need much memory, and keep the interpreter.
     lists = {
         "groups": (GroupOut.of(group).model_dump() for group in groups),
         "unfinished": (UnfinishedOut.of(prompt).model_dump() for prompt in done.unfinished),
@@ -346,7 +345,7 @@ def takes_long_to_encode(event: Event) -> bool:
 
 
 def encode_batch_event(number: int, event: Event, stream: StreamMode) -> bytes:
-    # Events with tokens are encoded by msgspec, which is faster than the standard library.
+    # msgspec encodes tokens faster than the standard library. As in `encode_event`, the text must be ASCII.
     if isinstance(event, TokenDelta):
         delta = {
             "trajectory_id": event.trajectory_id,
@@ -365,7 +364,6 @@ def encode_batch_event(number: int, event: Event, stream: StreamMode) -> bytes:
 
 
 def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
-    """Return the name and the data of an event that has no token ids."""
     match event:
         case TrajectorySelected(trajectory_id, group, sample, cut, verdict):
             return "trajectory", {
@@ -404,9 +402,8 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 def encode_ascii(value: Any) -> str:
-    """Encode a value as `encode_json` does, with all but ASCII characters escaped."""
     text = encode_json(value).decode()
     if text.isascii():
         return text
-    # Escaped as by json.dumps, without its quotes.
+    # Other characters are escaped as by json.dumps, without its quotes.
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)

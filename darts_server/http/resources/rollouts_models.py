@@ -387,7 +387,7 @@ class GroupOut(GroupFacts):
         facts: dict[str, Any] = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
         facts["mixed_versions"] = record is not None and record.mixed_versions
         facts["decided_early"] = record is not None and record.decided_early
-        # The candidates of a failed group have no weights.
+        # `num_eligible` is the number that the weights stand for, and candidates of a failed group have no weights.
         if result.error is not None:
             facts["num_eligible"] = None
 
@@ -485,7 +485,6 @@ def _candidates_by_index(result: GroupResult) -> dict[int, CandidateRecord]:
 
 
 def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
-    """Return a group's aborted candidates; ``None`` if it was not aborted."""
     if result.aborted is None:
         return None
     candidates = _candidates_by_index(result)
@@ -493,6 +492,7 @@ def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
     for index, aborted in result.aborted.items():
         trajectory_id = f"{result.group_id}:{index}"
         fields = make_trajectory_fields(AbortedCandidateOut, trajectory_id, aborted.sample, candidates[index])
+        # The record was made before the engine returned the last tokens, so its own spans may lack them.
         spans = list(aborted.version_spans)
         fields["finish_reason"] = aborted.sample.finish_reason or "abort"
         fields["version_spans"] = spans

@@ -270,6 +270,7 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
                 last_number = after
                 while True:
                     numbered_events = read_events(last_number)
+                    # After a number that is too large, the stream continues with the next event.
                     last_number = len(group.events)
                     # The group may end while its events are sent, and then has further events.
                     had_ended = group.outcome is not None
@@ -287,7 +288,7 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
             wait_until = loop.time() + wait
             while True:
                 numbered_events = read_events(last_number)
-                # The caller may have sent a number that is too large.
+                # After a number that is too large, the caller waits until the group has more events than that.
                 last_number = max(last_number, len(group.events))
                 seconds_left = wait_until - loop.time()
                 if numbered_events or seconds_left <= 0 or group.outcome is not None:

@@ -147,7 +147,6 @@ def list_discarded(
     excluded: Container[int],
     verdicts: Mapping[int, Verdict] | None = None,
 ) -> list[DiscardedOut]:
-    """Return the discarded candidates whose indices are not ``excluded``."""
     verdicts = verdicts or {}
     discarded = []
     for candidate in candidates:

@@ -14,8 +14,7 @@ from pydantic_core import SchemaValidator
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
 LISTS = ("list", "tuple", "set")
-VALUES = ("default", "metadata")
-"""Keys of a schema whose contents are values, and no schemas."""
+KEYS_OF_DATA = ("default", "metadata")
 
 
 def end_at_first_error(application: FastAPI) -> None:
@@ -26,7 +25,7 @@ def end_at_first_error(application: FastAPI) -> None:
         for field in route.dependant.body_params:
             adapter = field._type_adapter
             _set_fail_fast(adapter.core_schema)
-            guarded_schema = no_info_wrap_validator_function(_validate_or_refuse, adapter.core_schema)
+            guarded_schema = no_info_wrap_validator_function(_validate_or_raise_value_error, adapter.core_schema)
             # Prebuilt validators of the models would ignore the changed schema.
             adapter.validator = SchemaValidator(guarded_schema, _use_prebuilt=False)
 
@@ -36,14 +35,15 @@ def _set_fail_fast(schema: object) -> None:
         if schema.get("type") in LISTS:
             schema["fail_fast"] = True
         for key, part in schema.items():
-            if key not in VALUES:
+            # Data may look like a schema, and must not change.
+            if key not in KEYS_OF_DATA:
                 _set_fail_fast(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
             _set_fail_fast(part)
 
 
-def _validate_or_refuse(body: object, validate: Callable[[object], object]) -> object:
+def _validate_or_raise_value_error(body: object, validate: Callable[[object], object]) -> object:
     # vLLM's validators see fields before their types are checked: ``"structured_outputs": 1`` is an AttributeError.
     try:
         return validate(body)

@@ -72,7 +72,7 @@ async def _handle_limited(route_handler: Any, max_parts: int, request: Request) 
 
 
 def load_json(body: bytes, max_parts: int) -> Any:
-    """Parse a JSON text as ``json.loads`` does. Other threads run between two arrays of a list of arrays.
+    """Parse a JSON text as ``json.loads`` does.
 
     Raises:
         InvalidRequest: the text is not UTF-8.
@@ -92,18 +92,19 @@ def load_json(body: bytes, max_parts: int) -> Any:
         # The body has NaN or Infinity, which json.loads accepts, or is no JSON.
         fields = None
     if fields is None:
-        return _load_at_once(body, max_parts)
+        return _load_if_small(body, max_parts)
     values: dict[str, Any] = {}
+    # json.loads keeps the interpreter until it returns, so a list of arrays is loaded array by array.
     for name, raw in fields.items():
         text = bytes(raw)
         arrays = split_list(text, AnyArray)
         if arrays is None:
-            values[name] = _load_at_once(text, max_parts)
+            values[name] = _load_if_small(text, max_parts)
         else:
-            values[name] = [_load_at_once(array, max_parts) for array in arrays]
+            values[name] = [_load_if_small(array, max_parts) for array in arrays]
     return values
 
 
-def _load_at_once(text: bytes, max_parts: int) -> Any:
+def _load_if_small(text: bytes, max_parts: int) -> Any:
     check_structure(text, max_parts, MAX_VALUES_AT_ONCE, "in one prompt, or in a field that is no list of prompts")
     return json.loads(text)

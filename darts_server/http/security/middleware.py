@@ -114,6 +114,7 @@ class SecurityMiddleware:
                 if request_caller.refusal is not None and status >= HTTPStatus.BAD_REQUEST:
                     error = request_caller.refusal
                 elif status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                    # While the server stops, a failure is a consequence of the stop.
                     error = lifecycle.stop_reason
                 if error is not None:
                     is_replaced = True
@@ -172,14 +173,14 @@ class SecurityMiddleware:
         session_of_url = scope.get("state", {}).get(SESSION_KEY)
         session_key = key
         if b"authorization" not in headers:
-            # Anthropic's clients send their key in this header.
+            # Anthropic's clients send a session's key in this header. Keys of the server are accepted as Bearer alone.
             session_key = headers.get(b"x-api-key")
-        found = None if session_key is None else self.find_session_of_key(session_key)
-        if found is None:
+        owner_and_session = None if session_key is None else self.find_session_of_key(session_key)
+        if owner_and_session is None:
             request_caller = self.access.identify_caller(access, f"{method} {path}", key, sender)
             request_caller.session = session_of_url
         else:
-            owner, session_of_key = found
+            owner, session_of_key = owner_and_session
             if not self.access.may_call(owner):
                 raise Unauthorized("the key that has created the session was removed; send another key")
             session_path = SESSIONS + session_of_key
