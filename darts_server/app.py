@@ -118,6 +118,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         InvalidSetting
         StateError: the state folder cannot be read; it was not touched.
     """
+    # prometheus_client would export a `_created` series beside each counter and histogram.
     hide_creation_times()
     vllm_argv = _add_sampling_flags(settings, vllm_argv)
     args = flags.parse(vllm_argv)
@@ -146,7 +147,6 @@ def _add_sampling_flags(settings: Settings, vllm_argv: Sequence[str]) -> list[st
 
 
 def close_store(store: Store, server_code: int) -> int:
-    """Write learned state, and return the process's exit code."""
     try:
         store.close()
     except StateError as error:
@@ -196,13 +196,14 @@ async def _serve(
     exit_on_signals()
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
-    # After `running` has ended the engine and the verifiers, `closing` ends the rooms' own threads and processes.
+    # After the engine and the verifiers have ended, `closing` ends other threads, and the process that trains the head.
     with server.bind_socket(args) as sock, ExitStack() as closing:
         async with AsyncExitStack() as running:
             # Verifiers start before the engine, which takes minutes, so that wrong code of a verifier is found at once.
             verifiers = await running.enter_async_context(_start_verifiers(settings))
             log_start(args.model)
             engine = await running.enter_async_context(_start_engines(settings, args, vllm_argv))
+            # Connect the engine to the batches, sessions, votes and updates that routes use.
             rooms = make_rooms(settings, engine, access, store, staging, closing, verifiers)
             reload_keys = None
             if settings.api_key_file or settings.admin_api_key_file:
@@ -270,7 +271,7 @@ def _restore_history(settings: Settings, engine: RunningEngine, kept_answers: Nu
 
 
 def _engine_metric_reads(engine: RunningEngine, history: History | None) -> Reads:
-    """Return the functions that read the values of `ServingMetrics`."""
+    # `held_requests` receives all reports of the engines, and adds up their steps and drafts.
     held_requests = engine.llm.held_requests
 
     # `draft_totals` has the drafted tokens of each source, and then the accepted tokens of each source.
@@ -323,7 +324,7 @@ def make_rooms(
     closing: ExitStack,
     verifiers: Verifiers,
 ) -> Rooms:
-    """Create the rooms from bottom to top. ``closing`` closes them at the server's end."""
+    """Create the objects from bottom to top. ``closing`` closes them at the server's end."""
     port = engine.port
     verifiers.called.add(VerifierMetrics(engine.model_name, verifiers.names).called)
 
@@ -369,6 +370,7 @@ def make_rooms(
         engine.renderer,
         control.new_planner,
         BatchRetention(kept_bytes=settings.kept_bytes),
+        # A caller's batches may use half of `kept_bytes`, and its carried prompts as much again.
         carry_limits=CarryLimits(
             settings.carried_prompts,
             prompt_bytes=settings.kept_bytes // 2,
@@ -440,11 +442,12 @@ def make_rooms(
 def _make_pruner(
     settings: Settings,
     control: Control,
-    engine: VllmPort,
+    port: VllmPort,
     store: Store,
     model_name: str,
 ) -> Pruner:
     def read_metric(name: str, prediction: str) -> float | None:
+        # The label is "score", or "calibrated" for the probabilities that are computed from scores.
         measured = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
         value: float | None = getattr(measured, name)
         return value
@@ -465,15 +468,15 @@ def _make_pruner(
 
     pruner = Pruner(
         ScoringSettings(settings.detect_at, ScoreKind(settings.quality)),
-        lambda: engine.probe_width,
+        lambda: port.probe_width,
         create_head,
         store,
-        lambda: engine.weight_version,
+        lambda: port.weight_version,
         metrics,
     )
     shaping = control.planner.shaping(settings.policy)
     if shaping is not None and shaping.prunes:
-        if engine.probe_width is None and pruner.uses_hidden_states:
+        if port.probe_width is None and pruner.uses_hidden_states:
             raise InvalidSetting(
                 f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
                 "log-probs with --quality logprob"
@@ -488,7 +491,6 @@ def _rollout_metric_reads(
     bias: LengthBias,
     batches: VllmBatches,
 ) -> Reads:
-    """Return the functions that compute metrics at each scrape."""
     statistics = rollouts.statistics
     deadlines = rollouts.allocator.deadlines
     rewards = statistics.rewards
@@ -527,7 +529,6 @@ def extend_app(
     lifecycle: Lifecycle,
     model_name: str,
 ) -> None:
-    """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install_handlers(application)
     # These two change the routes that the app has now, which are vLLM's.
     limit_json(application)

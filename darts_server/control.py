@@ -109,6 +109,7 @@ def make_planner(settings: Settings) -> Planner:
     informative_redundancy = INFORMATIVE_REDUNDANCY
     if "redundancy" in settings.model_fields_set and budget is BudgetKind.FIXED:
         informative_redundancy = redundancy
+    # Prompts get different numbers of candidates. `informative_redundancy` sets the mean.
     informative_maximum = INFORMATIVE_SPREAD * informative_redundancy
     if "max_redundancy" in settings.model_fields_set:
         informative_maximum = max(settings.max_redundancy, informative_redundancy)
@@ -120,11 +121,14 @@ def make_planner(settings: Settings) -> Planner:
         select=Select(settings.select),
         advantage_std=settings.advantage_std,
     )
-    # A share of 1 lifts the limit of lost groups too.
+    max_lost = MaxLost(answers=settings.max_lost_share)
+    if settings.max_lost_share == 1:
+        # Also without the default limit of groups that lose all right answers.
+        max_lost = NO_LIMIT
     deadline = Deadline(
         quantile=settings.deadline_quantile,
         exploration=settings.exploration,
-        max_lost=NO_LIMIT if settings.max_lost_share == 1 else MaxLost(settings.max_lost_share),
+        max_lost=max_lost,
     )
     return Planner(
         build_policies(uniform, deadline, Pruning(settings.keep_ratio), informative),

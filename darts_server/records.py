@@ -142,7 +142,6 @@ class GroupRecord:
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""
     generated_tokens: int = field(init=False, repr=False, compare=False)
-    """Carried candidates count in the group that resumes them."""
     returned_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,6 +150,7 @@ class GroupRecord:
         generated = 0
         returned = 0
         for c in self.candidates:
+            # Tokens of a carried candidate count in the group that resumes it.
             if c.reason is not DiscardReason.CARRIED:
                 generated += c.tokens
             if c.selected_as is not None:
@@ -167,16 +167,17 @@ class GroupRecord:
         if self.cohort_deadline is None:
             return None
         if self.completion_length is None:
+            # Too few candidates were valid, so only the cut length remains.
             return self.cut_length
         # Even beyond the cohort's deadline, the group waited until its last needed candidate had finished.
         deadline = max(self.cohort_deadline, self.completion_length)
         if self.cut_length is None:
             return deadline
+        # Longer candidates are cut, even a candidate that the group waits for.
         return min(deadline, self.cut_length)
 
     @property
     def current_candidates(self) -> Sequence[CandidateRecord]:
-        """Candidates since the last restart."""
         return self.candidates[self.restarted_from :]
 
     @property
@@ -191,7 +192,6 @@ class GroupRecord:
 
     @property
     def mixed_versions(self) -> bool:
-        """Whether the returned trajectories have more than one weight version."""
         versions: set[int | None] = set()
         for c in self.selected:
             versions.add(c.weight_version_start)

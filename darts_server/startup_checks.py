@@ -215,7 +215,11 @@ def check_policy(settings: Settings) -> Finding:
 
 def check_probe(settings: Settings, fault: str | None) -> Finding:
     """Check whether the quality head can get hidden states. ``fault``: why vLLM's flags prevent it, or None."""
-    is_needed = "arrol" in settings.policy and "head" in settings.quality
+    # True of arrol and darts+arrol, which prune.
+    prunes = "arrol" in settings.policy
+    # True of head and head+logprob.
+    uses_head = "head" in settings.quality
+    is_needed = prunes and uses_head
     if fault is None and is_needed:
         return ok("probe", "available")
     if fault is None:

@@ -73,7 +73,6 @@ class FairCache(Generic[K, V]):
         return self._drop_excess(self._limit, self._weight_limit, name)
 
     def pop(self, owner: str | None, key: K) -> V | None:
-        """Remove an entry, and return its value, or None."""
         name = owner or ""
         owned = self._by_owner.get(name)
         if owned is None or key not in owned.entries:

@@ -18,8 +18,10 @@ class Gate:
         self._closed_by: set[str] = set()
         self._opened = asyncio.Event()
         self._opened.set()
-        self._some_work_left = asyncio.Event()
-        self._times_opened = 0
+        self._some_work_departed = asyncio.Event()
+        # `auto` compares this number, to notice that the gate was closed during a measurement.
+        self._num_openings = 0
+        # Error of all work that waits or comes later, once the engine is dead.
         self._failure: Exception | None = None
 
     @property
@@ -29,7 +31,7 @@ class Gate:
     @property
     def opening_number(self) -> int | None:
         """Number that changes each time the gate opens, or None while the gate is closed."""
-        return None if self.is_closed else self._times_opened
+        return None if self.is_closed else self._num_openings
 
     @asynccontextmanager
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
@@ -54,19 +56,18 @@ class Gate:
             await self._opened.wait()
 
     def let_in(self) -> None:
-        """Count work until its `leave`, or raise the error of `fail`."""
+        """Count work until its `leave`."""
         self.raise_failure()
         self.work_inside += 1
 
     def raise_failure(self) -> None:
-        """Raise the error of `fail`, if there is one."""
         if self._failure is not None:
             # Without this, the error's traceback would grow with each raise and keep the frames alive.
             raise self._failure.with_traceback(None)
 
     def leave(self) -> None:
         self.work_inside -= 1
-        self._some_work_left.set()
+        self._some_work_departed.set()
 
     def close(self, by: str = "") -> None:
         """Hold new work back until each ``by`` that closed the gate has opened it."""
@@ -76,11 +77,10 @@ class Gate:
     def open(self, by: str = "") -> None:
         self._closed_by.discard(by)
         if not self._closed_by and not self._opened.is_set():
-            self._times_opened += 1
+            self._num_openings += 1
             self._opened.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise ``error`` in all work that waits or comes later."""
         self._failure = error
         # Work that waits wakes up, and raises the error.
         self._opened.set()
@@ -88,5 +88,5 @@ class Gate:
     async def wait_until_empty(self, *, except_groups: bool = False) -> None:
         """Wait until no work is inside, or only work of groups if ``except_groups``."""
         while self._unshaped_inside or (self.work_inside and not except_groups):
-            self._some_work_left.clear()
-            await self._some_work_left.wait()
+            self._some_work_departed.clear()
+            await self._some_work_departed.wait()

@@ -59,7 +59,6 @@ class AutoBatch:
         self.generation_at_start = self.auto.statistics.documents.generation
 
     def learn(self, record: CohortRecord) -> None:
-        """Learn from the batch after its last group has ended."""
         statistics = self.auto.statistics
         # No group has started, or the learned state was restored meanwhile.
         if self.generation_at_start != statistics.documents.generation:

@@ -57,7 +57,6 @@ class GroupResult:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the caller gets any tokens."""
         aborted = self.aborted or {}
         return bool(self.samples) or any(candidate.sample.token_ids for candidate in aborted.values())
 
@@ -148,7 +147,6 @@ class BatchDone:
 
     @property
     def skipped(self) -> int:
-        """Number of prompts that did not run."""
         return sum(prompt.skipped for prompt in self.unfinished)
 
 
@@ -452,7 +450,6 @@ class EventFeed:
         return numbered_event
 
     def _append_next_entry(self) -> bool:
-        """Append the next entry to the log; return whether there was one."""
         started_at = self._clock()
         try:
             entry = next(self._new_entries, None)

@@ -167,7 +167,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         )
 
     def cancel(self, batch_id: str) -> bool:
-        """Cancel a batch of the caller, and return whether it was running."""
         batch = self._running.get(batch_id)
         if batch is None or not caller.get().may_see(batch.owner):
             batch = self.find(batch_id)
@@ -274,7 +273,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         durable.schedule(self._retention.resume_seconds, cancel_if_idle)
 
     def _handle_end(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
-        """Keep an ended durable batch, within the limits."""
         if durable is None:
             return
         durable.has_ended = True
