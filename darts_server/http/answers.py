@@ -81,7 +81,7 @@ class ClosingResponse(StreamingResponse):
 
 
 def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
-    """Return the response with an answer. ``cleanup`` is closed when the answer was sent."""
+    """Close ``cleanup`` when the answer was sent."""
     cleanup = cleanup or ExitStack()
     # The web server takes a small answer at once, also for a slow reader, so the cleanup need not wait.
     if len(answer) <= SLICE_BYTES:

@@ -285,7 +285,7 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
 
 
 def move_tokens_to_rows(group: dict[str, Any], tensors: TokenTensors) -> None:
-    """Move the tokens of a group or an unfinished prompt to rows, and put the rows' numbers in their places."""
+    """``group``: a group or an unfinished prompt."""
     for name in TOKEN_LISTS:
         for candidate in group.get(name) or ():
             row_number = tensors.add_row(candidate["token_ids"], candidate["logprobs"])
@@ -302,8 +302,7 @@ async def encode_events(
 ) -> AsyncGenerator[bytes, None]:
     """Encode the events of a batch after event ``last_number``.
 
-    Small events that are ready at the same time are sent in one chunk. A large event is encoded in a thread, once for
-    all current readers, and is a chunk of its own.
+    A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
     """
     while (numbered_event := await feed.next(last_number)) is not None:
         # Join small events that are ready, up to the first large event.

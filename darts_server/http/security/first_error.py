@@ -18,7 +18,6 @@ KEYS_OF_DATA = ("default", "metadata")
 
 
 def end_at_first_error(application: FastAPI) -> None:
-    """Rebuild the validators of the bodies of all routes that an app has now, to end at the first wrong item."""
     for route in application.routes:
         if not isinstance(route, APIRoute):
             continue

@@ -56,7 +56,6 @@ class _LimitedRequest(Request):
 
 
 def limit_json(application: FastAPI) -> None:
-    """Limit the JSON bodies of the routes that the app has now."""
     for route in application.routes:
         if isinstance(route, APIRoute):
             accesses = {find_route_access(method, route.path)[0] for method in route.methods}

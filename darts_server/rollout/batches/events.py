@@ -390,7 +390,6 @@ class EventFeed:
         self._notify(*self._groups)
 
     def _notify(self, *numbers: int) -> None:
-        """Mark groups as due, and wake all listeners."""
         self._due_numbers.update(dict.fromkeys(numbers))
         self._changed.set()
         self._changed = asyncio.Event()
