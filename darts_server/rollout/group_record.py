@@ -29,7 +29,6 @@ def make_group_record(
     run_probability: float = 1.0,
     weight_version: int = 0,
 ) -> GroupRecord:
-    """Return the record of a group that has ended. ``member``: the group in its cohort, or None without a cohort."""
     rule = group.rule
     num_rewarded = None
     if rule.needs_rewards:
@@ -49,11 +48,12 @@ def make_group_record(
         auto_choice = cohort.record.auto_choice
         tokens_needed = member.tokens_needed
         if explored:
-            # The group ran past its deadline: record the deadline that it would have had.
+            # The group ran past its deadline: record the deadline and cut length that it would have had.
             deadline = cohort.deadline.tokens
         if cohort.rule is not None:
             max_lost = cohort.rule.max_lost
             if deadline is not None:
+                # Deadline and cut length contain the factor. `Deadlines` learns lengths relative to them without it.
                 factor = cohort.rule.factor
                 if explored:
                     cut_length = cohort.rule.cut_length_of(deadline)

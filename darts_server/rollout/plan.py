@@ -46,12 +46,12 @@ class Plan:
         return reduce_candidates(self.shaping.candidates(self.size), self.size, redundancy_scale)
 
     def shrink_to(self, size: int) -> "Plan":
-        """Return the plan for fewer requests. Sizes that the policy does not support, and 1, are not shaped."""
         if size == 1:
             return replace(self, shaping=UNSHAPED, size=1, auto=None)
         try:
             return replace(self, size=size)
         except InvalidRequest:
+            # The policy does not support so small a group.
             return replace(self, shaping=UNSHAPED, size=size)
 
 
@@ -77,7 +77,6 @@ class Limits:
         return match[1]
 
     def should_join(self, kind: TurnKind) -> bool:
-        """Return whether a single request is joined to a group."""
         if kind is TurnKind.OPENING:
             return True
         # Greedy and scored tokens are not trained on, so these requests never wait for others.
@@ -115,11 +114,12 @@ class Planner:
 
         # The group's size: n, or the number of single requests that are joined.
         size = n
+        is_single_request = n == 1
         field = "n"
         names_group = options.group_id is not None or options.group_size is not None
-        if n > 1 and names_group:
+        if not is_single_request and names_group:
             raise InvalidRequest("n", f"must be 1 for a request that joins a group, got {n}; leave out the group, or n")
-        if n <= 1:
+        if is_single_request:
             group_size = self.limits.group_size if options.group_size is None else options.group_size
             if group_size is None and names_group:
                 raise InvalidRequest(
@@ -135,7 +135,7 @@ class Planner:
         if name == OFF or (name == AUTO and not in_batch) or size <= 1:
             # A plan under `OFF` only counts the group. A request that names `off` is not counted, because it may be of
             # an evaluation.
-            is_counted = size > 1 and n <= 1 and options.policy != OFF and not in_batch
+            is_counted = size > 1 and is_single_request and options.policy != OFF and not in_batch
             return Plan(OFF, UNSHAPED, size, single=True) if is_counted else None
         if self.limits.group_size not in (None, size):
             raise InvalidRequest(
@@ -144,7 +144,7 @@ class Planner:
                 f"request that many, or use policy 'off'",
             )
         auto = self._auto if name == AUTO else None
-        return Plan(name, self._policies[name], size, single=n == 1, auto=auto)
+        return Plan(name, self._policies[name], size, single=is_single_request, auto=auto)
 
     def shaping(self, policy: str) -> Shaping | None:
         return self._policies.get(policy)

@@ -99,7 +99,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             self.observers.cohort_ended,
             clock,
             redundancy_scale=self.redundancy_scale,
-            gate_opening=lambda: self.gate.opening_number,
+            gate_opening_number=lambda: self.gate.opening_number,
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
@@ -142,6 +142,7 @@ class Rollouts(Generic[RequestT, OutputT]):
                 "POST /darts/v1/rollouts with their answers as metadata, or use another policy, such as 'off'",
             )
         if plan.single and turn is not None:
+            # As a rule, only requests that open a trajectory join a group.
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)
             if not self.planner.limits.should_join(kind):
@@ -169,7 +170,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         return not scorer.uses_hidden_states or self.engine.probe_width is not None
 
     def estimate_candidates(self, plan: Plan) -> int:
-        """Return the candidates that a prompt without statistics would get now."""
         return plan.candidates_without_statistics(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
@@ -183,11 +183,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         return self.engine.drafts_from_siblings and not self.engine.has_priorities
 
     def make_starting_order(self, prompt_key: str | None) -> StartingOrder:
-        """Return the order of the candidates of a request that arrives now.
-
-        Each expected token makes a candidate earlier by `TOKEN_SECONDS`, so the longest candidates start first, unless
-        others have waited for long.
-        """
+        """Return the order of the candidates of a request that arrives now."""
         if not self.engine.has_priorities:
             return lambda _: 0.0
         now = self._context.clock()
@@ -197,6 +193,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         else:
             # A new prompt is expected to be as long as the data set's mean.
             expected_tokens = self.statistics.dataset.stats.mean or 0.0
+        # The lowest starts first. Each expected token counts as seconds of waiting, so the longest candidates start
+        # first, unless others have waited for long.
         return lambda carried_tokens: now - TOKEN_SECONDS * max(expected_tokens, carried_tokens)
 
     # --- running groups -----------------------------------------------------
@@ -228,10 +226,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Create a group without candidates, which the caller must open. See `start`.
-
-        ``on_end``: called when the group has ended, with any outcome.
-        """
+        """Create a group without candidates, which the caller must open. See `start`."""
         group_ticket = ticket or Ticket(self.admission, None, None)
 
         def handle_end(run: GroupRun[RequestT, OutputT]) -> None:
@@ -281,7 +276,8 @@ class Rollouts(Generic[RequestT, OutputT]):
                     run.polls_to_skip -= 1
                 else:
                     run.poll()
-            # The last update follows the last group's end, so that the next group finds the present queue.
+            # A longer queue lowers redundancy. The last update follows the last group's end, so that the next group
+            # finds the present queue.
             self._brownout.update(self.admission.waiting)
         self._polling_task = None
 
@@ -362,7 +358,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.observers.weights_changing()
 
     def resume(self) -> None:
-        """Restart suspended groups with new candidates."""
         self._is_suspended = False
         for run in list(self.runs):
             run.resume()

@@ -35,11 +35,9 @@ class Allocator:
     The mean over all groups of one policy and size stays at the budget.
 
     Args:
-        on_cohort_end: called with the record of each cohort that has ended.
         clock: monotonic seconds.
         rng: decides which cohorts explore.
         redundancy_scale: returns the share of the redundancy that the load leaves room for, 0 to 1.
-        gate_opening: returns `Gate.opening_number`.
     """
 
     def __init__(
@@ -50,12 +48,12 @@ class Allocator:
         clock: Callable[[], float],
         rng: np.random.Generator | None = None,
         redundancy_scale: Callable[[], float] = lambda: 1.0,
-        gate_opening: Callable[[], int | None] = lambda: 0,
+        gate_opening_number: Callable[[], int | None] = lambda: 0,
     ) -> None:
         self._statistics = statistics
         self._shadow_prices = StoredValues(statistics.documents, PRICE)
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
-        self.auto = Auto(statistics, gate_opening)
+        self.auto = Auto(statistics, gate_opening_number)
         self._window = window
         self._on_cohort_end = on_cohort_end
         self._clock = clock
@@ -134,7 +132,8 @@ class Allocator:
         scale = 1.0 if budget is not None else self._redundancy_scale()
         counts, mean_count = self._candidate_counts(plan, prompt_keys, budget)
 
-        # A few groups say little about the tokens that groups need. Recent groups decide instead.
+        # A few groups say little about the tokens that groups need. Recent groups decide instead. Groups that may start
+        # later do not count.
         is_small = num_starting < MIN_COHORT
         rule = self.deadlines.current_rule(plan.shaping, plan.policy)
         recent_deadline = None
@@ -143,6 +142,7 @@ class Allocator:
             if is_small:
                 recent_deadline = recent_lengths.deadline(rule)
             else:
+                # The quantile decides only if too few groups of the cohort have a completion length.
                 rule = replace(rule, recent=recent_lengths.quantile(rule))
 
         record = CohortRecord(
@@ -185,13 +185,14 @@ class Allocator:
         prompt_keys: Sequence[str],
         budget: int | None,
     ) -> tuple[Sequence[int], float]:
-        """Return the number of candidates of each group before the load reduces it, and the mean M' over all groups."""
+        """Return the number of candidates of each group before the load reduces it, and their mean over all cohorts."""
         shaping = plan.shaping
         num_groups = len(prompt_keys)
         low, high = shaping.candidate_limits(plan.size)
         # Without statistics all prompts are equal, and share the budget evenly.
         length_stds: list[float | None] = [None] * num_groups
         if shaping.adaptive:
+            # Prompts with a wider spread of lengths get more candidates.
             length_stds = [self._load_length_std(prompt_key) for prompt_key in prompt_keys]
 
         if budget is not None:
@@ -202,17 +203,19 @@ class Allocator:
                 stats = self._statistics.dataset.stats
             mean_count = shaping.mean_candidates(plan.size, stats.std, stats.mean)
             policy_and_size = _policy_and_size(plan)
-            # A few groups are not a sample of all prompts, so the price of earlier groups decides.
+            # A few groups are not a sample of all prompts, so the price of earlier groups decides. `allocate` moves the
+            # price, so that the mean over many groups is `mean_count`.
             if shaping.adaptive and num_groups < MIN_COHORT:
                 price = self._shadow_prices.load(policy_and_size) or ShadowPrice()
                 counts = [price.allocate(std, mean_count, low, high) for std in length_stds]
                 self._shadow_prices.save(policy_and_size, asdict(price))
                 return counts, mean_count
-            # Whole numbers whose mean over all cohorts is M'.
+            # Whole numbers whose mean over all cohorts is `mean_count`.
             remainder = self._budget_remainders.get(policy_and_size, 0.0)
             counts, self._budget_remainders[policy_and_size] = allocate_evenly(mean_count, num_groups, remainder)
             if not shaping.is_uneven:
                 return counts, mean_count
+            # The cohort's prompts share its candidates unevenly.
             budget = sum(counts)
 
         if shaping.adapts_to_signal:

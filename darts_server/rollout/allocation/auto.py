@@ -12,11 +12,11 @@ STATE = json_kind("ahead", AheadState)
 
 
 class Auto:
-    """Choose for batches that resume prompts, and learn by group size. `gate_opening` returns `Gate.opening_number`."""
+    """Choose for batches that resume prompts, and learn by group size."""
 
-    def __init__(self, statistics: Statistics, gate_opening: Callable[[], int | None]) -> None:
+    def __init__(self, statistics: Statistics, gate_opening_number: Callable[[], int | None]) -> None:
         self.statistics = statistics
-        self.gate_opening = gate_opening
+        self.gate_opening_number = gate_opening_number
         self.states = StoredValues(statistics.documents, STATE)
 
     def load_state(self, size: int) -> AheadState:
@@ -34,6 +34,7 @@ class Auto:
 
         ``lost_tokens``: tokens of earlier batches for these prompts that cannot be used.
         """
+        # Prompts beyond the needed number run ahead: a later batch resumes them.
         choice = choose_ahead(limits, self.load_state(size), num_needed, num_prompts)
         return AutoBatch(self, limits, size, choice, lost_tokens)
 
@@ -42,7 +43,7 @@ class Auto:
 class AutoBatch:
     """A batch whose number of prompts `auto` has chosen.
 
-    ``opening_at_start``: the gate's opening when the first group started, or None if the gate was closed.
+    ``opening_at_start``: number of the gate's opening when the first group started, or None if the gate was closed.
     ``generation_at_start``: the documents' generation then, or None before.
     """
 
@@ -55,29 +56,31 @@ class AutoBatch:
     generation_at_start: int | None = None
 
     def mark_started(self) -> None:
-        self.opening_at_start = self.auto.gate_opening()
+        self.opening_at_start = self.auto.gate_opening_number()
         self.generation_at_start = self.auto.statistics.documents.generation
 
     def learn(self, record: CohortRecord) -> None:
         statistics = self.auto.statistics
-        # No group has started, or the learned state was restored meanwhile.
+        # None before the first group has started. Restoring the learned state changes the generation.
         if self.generation_at_start != statistics.documents.generation:
             return
-        # The longest groups start first.
+        # A batch starts its longest groups first.
         lengths_by_group = sorted(record.returned_lengths, key=sum, reverse=True)
         measured_seconds = None
-        expected_seconds_alone: Sequence[float] = ()
+        # Seconds until each group would be complete if nothing else ran.
+        completion_seconds_alone: Sequence[float] = ()
         if record.completed >= self.choice.needed:
             # While the gate is closed, engines are paused or run empty, so the time says nothing.
-            if self.opening_at_start is not None and self.auto.gate_opening() == self.opening_at_start:
+            if self.opening_at_start is not None and self.auto.gate_opening_number() == self.opening_at_start:
                 measured_seconds = record.measured_seconds
-            expected_seconds_alone = statistics.latency.completion_seconds(lengths_by_group)
+            completion_seconds_alone = statistics.latency.completion_seconds(lengths_by_group)
         outcome = AheadOutcome(
             returned=sum(map(sum, lengths_by_group)),
             stale=record.stale_tokens,
+            # Tokens that replace lost tokens are no progress.
             generated=record.new_tokens - self.lost_tokens,
             seconds=measured_seconds,
-            alone=expected_seconds_alone,
+            alone=completion_seconds_alone,
         )
         state = learn_ahead(self.limits, self.auto.load_state(self.size), self.choice, outcome)
         self.auto.states.save(str(self.size), asdict(state))

@@ -21,7 +21,7 @@ class Cohort:
             count, so the deadline counts each of them when it starts.
         on_start: called when the first group starts.
         initial_deadline: a deadline in tokens that is known from the start.
-        is_small: whether the cohort has too few groups to determine a deadline.
+        is_small: whether the cohort has too few groups for a deadline of its own.
     """
 
     def __init__(
@@ -38,7 +38,9 @@ class Cohort:
     ) -> None:
         self.record = record
         self.rule = rule
-        self.deadline = CohortDeadline(None if is_small else rule, num_starting, initial_deadline)
+        # A small cohort has only its initial deadline, if any.
+        deadline_rule = None if is_small else rule
+        self.deadline = CohortDeadline(deadline_rule, num_starting, initial_deadline)
         """Changed only by the methods below, which send it to the groups."""
         self.started_at: float | None = None
         """Start of the first group, in seconds of the clock."""
@@ -49,8 +51,9 @@ class Cohort:
         # Groups that have not started: the deadline counts some of them, and the others only when they start.
         self._num_counted_unstarted = num_starting
         self._num_uncounted = record.groups - num_starting
-        # Setters of the running groups' deadlines, in starting order.
+        # Setters of the running groups' deadlines and cut lengths, in starting order.
         self._deadline_setters: dict[object, Callable[[int, int], None]] = {}
+        # Each group gets an initial deadline when it joins.
         self._is_deadline_sent = self.deadline.tokens is not None
 
     def join(self, group: object, set_deadline: Callable[[int, int], None]) -> None:
@@ -78,14 +81,17 @@ class Cohort:
         self._send_deadline()
 
     def end_group(self, group: object = None, record: GroupRecord | None = None) -> None:
-        """Remove a group that has ended, or None for a group that never started."""
+        """Remove a group that has ended, or None if the group never started."""
         if record is not None:
             self.record.add_ended_group(record)
         self._deadline_setters.pop(group, None)
         self._num_unfinished -= 1
         if group is None and self._num_uncounted:
+            # The deadline still expects its number of groups: an uncounted group starts instead.
             self._num_uncounted -= 1
         else:
+            # The deadline does not wait for the group, also if it never started. Without uncounted groups, it does not
+            # matter that `_num_counted_unstarted` stays.
             self.deadline.remove(group)
         self._send_deadline()
         if self._num_unfinished == 0:
@@ -95,7 +101,6 @@ class Cohort:
             self._on_end(self.record)
 
     def _send_deadline(self) -> None:
-        """Set the deadline of all groups as soon as it is known, once."""
         if self.deadline.tokens is not None and not self._is_deadline_sent:
             self._is_deadline_sent = True
             for group in self._deadline_setters:
@@ -133,10 +138,8 @@ class CohortMember:
     """Report to a cohort how many tokens one of its groups needs.
 
     Args:
-        group: state machine of the group.
         completion_place: see `SelectionRule`.
-        candidates: number of candidates of the group.
-        set_deadline: called with the cohort's deadline and the cut length, in tokens.
+        set_deadline: see `Cohort.join`.
     """
 
     def __init__(
@@ -151,24 +154,22 @@ class CohortMember:
         self.tokens_needed: int | None = None
         """Tokens that the group needs, as reported to the cohort."""
         self._group = group
-        self._place_of_need = place_of_need(completion_place, candidates, cohort.record.mean_candidates)
+        # The group needs as many tokens as its candidate of this rank by length.
+        self._rank_of_need = place_of_need(completion_place, candidates, cohort.record.mean_candidates)
         # The pending cut length that the group was reported to exceed.
         self._exceeded_cut_length: int | None = None
         cohort.join(self, set_deadline)
 
     def report_need(self, *, has_new_candidates: bool) -> None:
-        """Report once how many tokens the group needs, as soon as that is known.
-
-        ``has_new_candidates``: whether the group has just started candidates.
-        """
+        """Report once how many tokens the group needs."""
         if self.tokens_needed is not None or not self._group.is_open:
             return
-        self.tokens_needed = self._group.selector.nth_shortest_length(self._place_of_need)
+        self.tokens_needed = self._group.selector.nth_shortest_length(self._rank_of_need)
         if self.tokens_needed is not None:
             self.cohort.report_need(self, self.tokens_needed)
             return
         if self._exceeded_cut_length is not None and (has_new_candidates or self._group.is_paused):
-            # New candidates may be short, so the reported minimum does not hold any more.
+            # Withdraw the reported minimum: new candidates, and candidates that start after the pause, may be short.
             self._exceeded_cut_length = None
             self.cohort.report_minimum(self, 0)
 
@@ -180,18 +181,18 @@ class CohortMember:
     def report_if_over_cut_length(self, generated_tokens: Callable[[], Mapping[int, int]]) -> None:
         """Report that the group needs more than the cohort's pending cut length, so that the cohort does not wait.
 
-        The report is made once for each pending cut length.
-
         ``generated_tokens``: returns the number of tokens of each running candidate, by index.
         """
         if not self.may_exceed_cut_length or self._group.is_paused:
             return
-        cut_length = self.cohort.deadline.pending_cut_length
-        if cut_length is None or cut_length == self._exceeded_cut_length:
+        # The cut length if all groups without a reported need turn out to need more.
+        pending_cut_length = self.cohort.deadline.pending_cut_length
+        if pending_cut_length is None or pending_cut_length == self._exceeded_cut_length:
             return
-        min_tokens_needed = self._group.selector.min_nth_shortest_length(self._place_of_need, generated_tokens())
-        if min_tokens_needed is None or min_tokens_needed > cut_length:
-            self._exceeded_cut_length = cut_length
+        min_tokens_needed = self._group.selector.min_nth_shortest_length(self._rank_of_need, generated_tokens())
+        # None: too few candidates are valid or running, so the group needs more than any length.
+        if min_tokens_needed is None or min_tokens_needed > pending_cut_length:
+            self._exceeded_cut_length = pending_cut_length
             self.cohort.report_minimum(self, min_tokens_needed)
 
     def end(self, record: GroupRecord | None) -> None:

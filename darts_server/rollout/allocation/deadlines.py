@@ -40,11 +40,9 @@ class Deadlines:
         self._rng = rng
 
     def load_losses(self, policy: str) -> DeadlineLosses:
-        """Return the answers that the policy's deadlines discard."""
         return self._losses.load(policy) or DeadlineLosses()
 
     def load_lost_groups(self, policy: str) -> GroupLosses:
-        """Return the groups that lose all correct answers to the policy's deadlines."""
         return self._lost_groups.load(policy) or GroupLosses()
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
@@ -78,17 +76,19 @@ class Deadlines:
         """
         losses = self.load_losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
-            # The first explored groups are counted until they are enough.
+            # The first explored groups are counted until they are enough. A restored count may be the largest that can
+            # be saved.
             losses = replace(losses, first_groups=min(losses.first_groups + num_groups, LARGEST))
             self._losses.save(policy, _fields(losses))
             return True
         return self._rng.random() < rule.exploration
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn how many tokens a group needed, or that it was cut at the cut length before."""
+        # Only policies with deadlines have `max_lost`.
         if record.max_lost is None or record.outcome is not Outcome.COMPLETED:
             return
-        if record.tokens_needed is not None or any(c.cut for c in record.candidates):
+        was_cut = any(c.cut for c in record.candidates)
+        if record.tokens_needed is not None or was_cut:
             policy_and_size = f"{record.policy}/{record.size}"
             lengths = self.load_recent_lengths(policy_and_size)
             # 0 stands for a group that was cut.
@@ -105,9 +105,9 @@ class Deadlines:
         losses = earlier_losses
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
-        # Without weights some candidates can never be returned, which hides the deadline's losses unless the group was
-        # explored.
-        if record.explored or all(c.weight is not None for c in record.selected):
+        # Without weights some candidates can never be returned, so correct answers lost at the deadline are not seen.
+        shows_losses = record.explored or all(c.weight is not None for c in record.selected)
+        if shows_losses:
             losses = losses.with_answers(_relative_answers(record, correct), record.explored, max_lost.answers)
             deciding_answer = _deciding_answer(record, correct)
             if deciding_answer is not None:
@@ -118,11 +118,7 @@ class Deadlines:
 
 
 def _relative_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
-    """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its factor.
-
-    The limit is the cut length for an answer that the group would wait for, and the deadline for other answers. A group
-    does not wait for a candidate that is cut, unless too few candidates are valid.
-    """
+    """Return rewarded or cut answers."""
     answers = []
     for c in record.selected:
         if not c.cut and c.index not in correct:
@@ -133,27 +129,29 @@ def _relative_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[
             # Without a completion length, too few candidates are valid, and the group waits for every candidate.
             completion_length = record.completion_length
             is_waited_for = completion_length is None or (c.tokens <= completion_length and not c.cut)
+            # The cut length discards an answer that the group waits for, and the deadline all others.
             limit = record.cut_length if is_waited_for else record.cohort_deadline
+            # The limit contains the factor. Losses are learned without it.
             relative_length = c.tokens * record.factor / limit
         answers.append(Answer(relative_length, correct.get(c.index, False), c.cut, c.weight or 1.0))
     return answers
 
 
 def _deciding_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
-    """Return the shortest correct answer, or the longest answer if all are known to be wrong.
-
-    Its length is relative to the cut length, which no candidate may exceed.
-    """
+    """Return the shortest correct answer, or the longest answer if all are known to be wrong."""
     selected = record.selected
     correct_lengths = [c.tokens for c in selected if correct.get(c.index, False)]
     if correct_lengths:
+        # A group loses all correct answers when it loses the shortest.
         tokens = min(correct_lengths)
     elif selected and all(c.cut or c.index in correct for c in selected):
+        # The group had no correct answer up to this length. A cut answer might have become correct.
         tokens = max(c.tokens for c in selected)
     else:
         return None
     relative_length = 0.0
     if record.cut_length is not None:
+        # Without the factor, as in `_relative_answers`.
         relative_length = tokens * record.factor / record.cut_length
     return Answer(relative_length, is_right=bool(correct_lengths), cut=any(c.cut for c in selected))
 
