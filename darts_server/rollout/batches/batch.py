@@ -87,7 +87,7 @@ class BatchGroup:
     ``content_key``: hash of everything that the model sees.
     ``carried``: the prompt as an earlier batch kept it.
     ``resumed``: tokens from which the candidates continue, here or after a stop in a later batch.
-    ``verifiers``: names of the verifiers, empty to verify nothing, or None for all.
+    ``verifiers``: see `BatchRequest`.
     """
 
     number: int
@@ -170,6 +170,7 @@ async def prepare_batch(
         if batch.carried or batch.carry is not Carry.DROP:
             numbered_prompts = carried_prompts.take(owner, [group.identity for group in groups], others=batch.carried)
             taken = [prompt for _, prompt in numbered_prompts]
+            # Prompts that this server cannot render are dropped, and do not go back.
             taken = await builder.add_carried(numbered_prompts)
         check_counts(batch, plan, len(groups))
 
@@ -201,6 +202,7 @@ async def prepare_batch(
         num_running = sum(not group.is_skipped for group in groups)
         num_needed = batch.num_groups or num_running
         if batch.only is not None and batch.carry is not Carry.RESUME:
+            # As many groups as are expected to have enough that count. Others may start later.
             num_running = min(num_running, estimate_prompts_to_run(num_needed, rollouts.statistics.rewards.dataset))
         auto = None
         if plan.auto is not None and batch.carry is Carry.RESUME:
@@ -267,7 +269,6 @@ class GroupBuilder:
         )
 
     def _choose_verifiers(self, prompt: PromptSpec) -> Sequence[str] | None:
-        """Return the names of the prompt's verifiers, empty to verify nothing, or None for all."""
         verifier_names = self._batch.verifier if prompt.verifier is None else prompt.verifier
         if verifier_names is None or self._verifier is None:
             return None
@@ -352,16 +353,14 @@ def draw_skipped_groups(
     rollouts: Rollouts[Any, Any],
     renderer: PromptRenderer[Any, Any],
 ) -> None:
-    """Draw which of the prompts run that are almost surely without signal.
-
-    With a seed, a batch of the same prompts runs the same prompts under the same weights. Under other weights it draws
-    again, so that a trainer that always sends the same seed does not skip a prompt for ever.
-    """
+    """Draw which of the prompts run that are almost surely without signal."""
     probabilities = rollouts.allocator.run_probabilities(plan, [group.prompt_key for group in groups])
     version = rollouts.engine.weight_version
     for group, probability in zip(groups, probabilities, strict=True):
         group.run_probability = probability
         if probability < 1:
+            # With the caller's seed, the same prompts run under the same weights. The version changes the draw, so that
+            # a trainer that always sends the same seed does not skip a prompt for ever.
             seed = renderer.tail_seed(group.request) or (secrets.randbits(64),)
             digest = blake2b(f"{seed} {version}".encode(), digest_size=DRAW_BYTES).digest()
             draw = int.from_bytes(digest)
@@ -378,11 +377,8 @@ def allocate_groups(
     auto: AutoBatch | None,
     num_starting: int,
 ) -> None:
-    """Allocate candidates to the groups, and hold the candidates with the ticket of the batch.
-
-    ``num_starting``: number of groups that start at once.
-    """
-    # The ticket is empty meanwhile, so that a batch does not reduce its own redundancy by waiting.
+    """Allocate candidates to the groups, and hold the candidates with the ticket of the batch."""
+    # Redundancy falls with the number of waiting candidates, and the candidates of this batch must not count.
     estimated_candidates = ticket.candidates
     ticket.resize(0)
     prompt_keys = [group.prompt_key for group in groups]
@@ -407,6 +403,7 @@ def allocate_groups(
     try:
         ticket.resize(num_candidates, "prompts")
     except DartsError:
+        # A skipped group has an empty allocation.
         for group in groups:
             group.allocation.drop()
         raise
@@ -452,7 +449,6 @@ def plan_batch(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: N
 
 
 def check_verifiers(batch: BatchRequest, plan: Plan, verifier: Verifier | None) -> None:
-    """Check the names of verifiers, and that groups get the rewards that they need."""
     if batch.stop_when is not None and not plan.shaping.needs_rewards:
         raise InvalidRequest(
             "stop_when",

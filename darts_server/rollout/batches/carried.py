@@ -219,7 +219,7 @@ class CarriedPrompts:
 class _SavedPrompt(msgspec.Struct, array_like=True):
     """A prompt on the disk as MessagePack. ``group`` is decoded separately, so that an error in it loses tokens alone.
 
-    ``format``: 3 with `PromptSpec.chat_options`, which older versions would ignore silently.
+    ``format``: 3 with `PromptSpec.chat_options`.
     """
 
     format: Literal[2, 3]
@@ -253,6 +253,7 @@ class SavedPrompts:
             for owner, prompt in prompts:
                 if time.monotonic() >= ends_at:
                     break
+                # Older versions read format 2, and would ignore chat options silently.
                 format_number = 2 if prompt.prompt.chat_options is None else 3
                 # The fields of `_SavedPrompt`.
                 fields = (format_number, self._model, owner, prompt.prompt, prompt.identity, prompt.group)
@@ -304,8 +305,7 @@ class SavedPrompts:
     def take(self, weight_version: int) -> list[OwnedPrompt]:
         """Remove and return the saved prompts, so that they are not used twice if this server is killed.
 
-        ``weight_version``: version with which this server starts. Each server counts versions from its start, so tokens
-        of any other version are of unknown weights, and their prompts start again.
+        ``weight_version``: version with which this server starts.
         """
         taken: list[OwnedPrompt] = []
         prompt_errors: list[Exception] = []
@@ -336,6 +336,8 @@ class SavedPrompts:
                 except MALFORMED as error:
                     group = None
                     token_errors.append(error)
+            # Each server counts versions from its start, so tokens of another version have unknown weights. Their
+            # prompts start again.
             if group is not None and group.staleness(weight_version) > 0:
                 group = None
             taken.append((fields.owner, CarriedPrompt(prompt, fields.identity, group)))

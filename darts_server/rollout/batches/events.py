@@ -205,13 +205,11 @@ class CandidateCursor:
             self._token_ids = sample.token_ids
             self._logprobs = sample.logprobs
 
-    def close(self, reason_if_selected: DiscardReason = DiscardReason.CANCELLED) -> None:
-        """End the candidate's events: with a discard event, unless its sample was given.
-
-        ``reason_if_selected``: reason of the discard if the group has selected the candidate.
-        """
+    def close(self, reason_if_not_returned: DiscardReason = DiscardReason.CANCELLED) -> None:
+        """End the candidate's events: with a discard event, unless its sample was given."""
         if self._end is None and self.run is not None:
-            reason = self.run.candidates[self.index].reason or reason_if_selected
+            # A selected candidate has no reason, but its group may have failed or be dropped.
+            reason = self.run.candidates[self.index].reason or reason_if_not_returned
             length = self.run.runner.count_tokens(self.index)
             self._end = CandidateDiscarded(self.trajectory_id, self.number, length, reason)
             self._token_ids = array("i")
@@ -290,15 +288,14 @@ class _GroupCursor:
     cursors: list[CandidateCursor] = field(default_factory=list)
 
     def add_new_cursors(self) -> Sequence[CandidateCursor]:
-        """Create the cursors of new candidates; return all cursors."""
         if self.run is not None:
             for index in range(len(self.cursors), len(self.run.candidates)):
                 self.cursors.append(CandidateCursor(self.run, f"{self.group_id}:{index}", self.number, index))
         return self.cursors
 
-    def close(self, reason_if_selected: DiscardReason = DiscardReason.CANCELLED) -> None:
+    def close(self, reason_if_not_returned: DiscardReason = DiscardReason.CANCELLED) -> None:
         for cursor in self.add_new_cursors():
-            cursor.close(reason_if_selected)
+            cursor.close(reason_if_not_returned)
         self.run = None
 
 

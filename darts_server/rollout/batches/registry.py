@@ -94,8 +94,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
     Args:
         saved: keeps carried prompts for the next server, or None to lose them.
-        has_initial_weights: returns whether the weights never changed. The next server starts with the initial weights,
-            and cannot continue from tokens of other weights.
+        has_initial_weights: returns whether the weights never changed.
         may_call: see `CarriedPrompts`.
     """
 
@@ -118,7 +117,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._clock = clock
         self.carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
-        self._has_initial_weights = has_initial_weights
+        # The next server starts with the initial weights, and cannot continue from tokens of other weights.
+        self._can_next_server_resume = has_initial_weights
         # Batches by id, until they have given back their carried prompts.
         self._running: dict[str, BatchRun] = {}
         self._durable: dict[IdempotencyKey, _DurableBatch] = {}
@@ -182,10 +182,15 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
     async def hand_back(self, reason: DartsError) -> None:
         """End all batches, and give callers the tokens that the next server cannot continue from."""
-        keep_tokens = self._has_initial_weights()
+        may_carry_prompts = self._saved is not None
+        may_carry_tokens = self._can_next_server_resume()
         for batch in list(self._running.values()):
             if batch.end is None:
-                batch.interrupt(reason, keep=self._saved is not None, keep_tokens=keep_tokens)
+                batch.interrupt(
+                    reason,
+                    may_carry_prompts=may_carry_prompts,
+                    may_carry_tokens=may_carry_tokens,
+                )
         if self._running:
             await asyncio.wait([batch.task for batch in self._running.values()])
 
@@ -212,8 +217,9 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         if self._saved is None:
             return 0
         prompts = list(self.carried)
+        with_tokens = self._can_next_server_resume()
         try:
-            return await self._saved.save_in_time(prompts, self._renderer, with_tokens=self._has_initial_weights())
+            return await self._saved.save_in_time(prompts, self._renderer, with_tokens=with_tokens)
         except Exception:
             logger.exception("prompts that were carried over could not be saved, and are lost")
             return len(prompts)

@@ -36,7 +36,7 @@ from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 logger = logging.getLogger(__name__)
 
 GroupTasks = dict[int, asyncio.Task[GroupResult | None]]
-"""Tasks of `BatchRun._run_with_random_streams` by the group's number."""
+"""Tasks of `BatchRun._run_with_reused_random_numbers` by the group's number."""
 ON_ABORT = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
 
 
@@ -107,8 +107,9 @@ class BatchRun:
         self._running_slots = asyncio.Semaphore(prepared.num_running)
         self._quota = Quota(prepared.num_needed) if self._carry is Carry.RESUME else None
         self._first_round: FirstRound | None = None
-        # A batch that waits for a part of its groups finishes them one after the other instead.
         group_ids = [group.group_id for group in prepared.groups if not group.is_skipped]
+        # In rounds, all groups start their first candidate before any group starts its others. A batch that waits for a
+        # part of its groups finishes them one after the other instead.
         if rollouts.starts_in_rounds and prepared.num_needed == prepared.num_running == len(group_ids):
             self._first_round = FirstRound(group_ids)
         self._results: list[GroupResult] = []
@@ -126,7 +127,6 @@ class BatchRun:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Count a listener while the block runs."""
         self.listeners += 1
         try:
             yield
@@ -156,17 +156,16 @@ class BatchRun:
         asyncio.get_running_loop().call_soon(self.task.cancel)
         return True
 
-    def interrupt(self, error: DartsError, *, keep: bool, keep_tokens: bool) -> None:
-        """End all groups with the tokens so far. A batch that still waits for the engine has none, and fails.
+    def interrupt(self, error: DartsError, *, may_carry_prompts: bool, may_carry_tokens: bool) -> None:
+        """End all groups with the tokens so far.
 
-        ``keep``: whether prompts may be carried over. Otherwise all groups end with the error.
-        ``keep_tokens``: whether tokens may be carried over too. Otherwise they are handed back.
+        ``may_carry_prompts``: otherwise all groups end with the error.
         """
-        keeps_tokens = keep and keep_tokens and self._carry is Carry.RESUME
+        can_resume_tokens = may_carry_prompts and may_carry_tokens and self._carry is Carry.RESUME
         # The caller gets the tokens that no later batch can resume.
-        if self._carry is not Carry.DROP and not keeps_tokens:
+        if self._carry is not Carry.DROP and not can_resume_tokens:
             self._on_abort = OnAbort.RETURN
-        if not keep:
+        if not may_carry_prompts:
             self._carry = Carry.DROP
         self._interrupted_by = error
         for group in self._prepared.groups:
@@ -175,6 +174,7 @@ class BatchRun:
                 # Complete groups are returned without the verdicts that are missing.
                 group.run.verification.cancel()
         if not self._has_entered_gate:
+            # The gate may stay closed, and there are no tokens to return.
             self.fail(error)
 
     # --- the batch ----------------------------------------------------------
@@ -253,7 +253,7 @@ class BatchRun:
             async with self._rollouts.gate.enter():
                 self._has_entered_gate = True
                 for group in self._groups_in_starting_order()[: self._prepared.request.max_prompts]:
-                    task = asyncio.create_task(self._run_with_random_streams(group))
+                    task = asyncio.create_task(self._run_with_reused_random_numbers(group))
                     tasks[group.number] = task
                 await self._collect_results(tasks)
                 if self._carry is Carry.RESUME:
@@ -280,7 +280,6 @@ class BatchRun:
         return sorted((group for group in self._prepared.groups if not group.is_skipped), key=sort_key)
 
     async def _collect_results(self, tasks: GroupTasks) -> None:
-        """Decide groups as they end, until enough are complete."""
         for next_result in asyncio.as_completed(tasks.values()):
             result = await next_result
             counts = False
@@ -339,6 +338,7 @@ class BatchRun:
         """Stop running groups, and drop the allocations of groups that never started."""
         groups = self._prepared.groups
         self._prepared.ticket.release()
+        # All at once, so that none of these groups starts while the other groups are stopped.
         for group in groups:
             if not group.has_started and group.number in tasks:
                 tasks[group.number].cancel()
@@ -353,6 +353,7 @@ class BatchRun:
             # The batch may be cancelled between two turns. Then no cancelled task starts its group any more.
             for task in tasks.values():
                 task.cancel()
+            # A skipped group has an empty allocation.
             for group in groups:
                 if not group.has_started:
                     group.allocation.drop()
@@ -386,8 +387,10 @@ class BatchRun:
 
     # --- one group ----------------------------------------------------------
 
-    async def _run_with_random_streams(self, group: BatchGroup) -> GroupResult | None:
+    async def _run_with_reused_random_numbers(self, group: BatchGroup) -> GroupResult | None:
         try:
+            # Groups of a prompt that run at the same time must have different random numbers. Later groups may have the
+            # same.
             with self._renderer.reuse_streams(group.request):
                 return await self._run_group(group)
         finally:
@@ -458,7 +461,6 @@ class BatchRun:
         )
 
     async def _finish_verification(self, run: GroupRun[Any, Any], returned_indices: Iterable[int]) -> None:
-        """Wait for the verdicts of a complete group, and report the rewards of returned trajectories."""
         await run.verification.finish()
         for index in returned_indices:
             verdict = run.verification.verdicts.get(index, NO_VERDICT)
@@ -467,7 +469,6 @@ class BatchRun:
                 self._rollouts.observers.trajectory_verified(key, index, verdict.reward, bool(verdict.correct))
 
     def _make_verify(self, group: BatchGroup) -> Verify | None:
-        """Return the function that verifies the group's outputs, or None to verify nothing."""
         verifier = self._rollouts.verifier
         names = group.verifiers
         verifies_nothing = names is not None and not names
@@ -486,7 +487,6 @@ class BatchRun:
         return verify
 
     def _start_group(self, group: BatchGroup, *, streams: bool) -> GroupRun[Any, Any]:
-        """Start a group, from its carried tokens unless they are too old."""
         can_carry = self._carry is Carry.RESUME
         resumed = group.resumed
         if resumed is not None:
@@ -534,6 +534,7 @@ class BatchRun:
         # There are too few candidates if some failed, or if the group was paused for new weights.
         if is_renumbered or len(candidates) < self.plan.size:
             group.resumed = None
+            # The group's record leaves these tokens to the batch that resumes them, and none does.
             self._generated_tokens += sum(candidate.tokens for candidate in candidates)
             return
         assert run.spec.tail_seed is not None
