@@ -175,7 +175,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- all candidates -----------------------------------------------------
 
     def start(self, indices: Iterable[int]) -> None:
-        """Start candidates, each in its turn of the `StartQueue`."""
         loop = asyncio.get_running_loop()
         for index in indices:
             assert index == len(self.candidates), "decisions to start are carried out in their order"
@@ -220,7 +219,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.carried = NEW
 
     def record_weight_version(self) -> None:
-        """Record the weight version of all tokens so far, before the paused engine gets new weights."""
         for index, running in self.running.items():
             tokens = running.count_tokens()
             if tokens is not None:
@@ -267,12 +265,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         return replace(generated, logprobs=None)
 
     async def collect_carried(self) -> list[CarriedCandidate[OutputT]]:
-        """Return the candidates of a stopped group, except candidates that failed or were restarted."""
         # The engine still returns the tokens up to the stop.
         if self._tasks:
             await asyncio.wait(self._tasks)
         carried_candidates: list[CarriedCandidate[OutputT]] = []
         for candidate in self.candidates[self._group.restarted_from :]:
+            # Failed and aborted candidates cannot be resumed.
             if candidate.state.reason in GONE:
                 continue
             carried = candidate.carried
@@ -331,13 +329,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._answer_without_tokens(candidate)
 
     def _answer_without_tokens(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Answer the aborting callers that have no answer yet."""
         for caller in candidate.aborting_callers:
             if not caller.done():
                 caller.set_result(self._engine.aborted_output(candidate.request))
 
     def _stop_on_engine(self, candidate: CandidateRun[RequestT, OutputT]) -> int:
-        """Stop a candidate, and return its number of tokens."""
         # The group, a caller and a limit that a carried candidate has passed may all stop the candidate in the same
         # turn of the event loop. The engine takes one stop.
         if candidate.tokens_at_stop is None:
@@ -356,7 +352,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._finish_carried(candidate)
                 return
             try:
-                # Drafts of the other candidates are made from the tokens of each group's first candidate.
+                # Drafts are made from the tokens of a group's first candidate, so every group of the batch starts this
+                # candidate first.
                 if self._first_round is not None and index > 0:
                     await self._first_round.wait()
                 await self._start_queue.wait_for_candidate(carried.tokens)
@@ -368,6 +365,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
                 order = self._starting_order(carried.tokens)
                 probe = None
+                # A score needs all tokens, and vLLM gets carried tokens as a part of the prompt.
                 if self.scorer is not None and not carried.tokens:
                     probe = self.scorer.create_probe(index)
                 try:
@@ -394,6 +392,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     self._stop_on_engine(candidate)
 
                 result = await running.result()
+                # Fewer tokens than are kept: the engine was lost before it sent them.
                 is_lost_after_cut = result.tokens < self._cut_lengths.get(index, 0)
                 if is_lost_after_cut:
                     received = self._carry_received(candidate, result)
@@ -519,7 +518,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         history.ended_at = history.ended_at or self._clock()
         history.version_end = last_token_version
         if candidate.tokens_at_stop is None:
-            # The events below may stop the candidate, and the engine no longer knows its tokens.
+            # The events below may stop the candidate. Then `_stop_on_engine` returns this number: the engine no longer
+            # knows the tokens.
             candidate.tokens_at_stop = result.tokens
         if self._keeps_results:
             candidate.result = result
@@ -536,8 +536,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 candidate.output.set_result(result.output)
                 self._on_events(Finished(index, result.tokens, result.finish_reason))
             elif candidate.aborting_callers:
+                # `count_tokens` needs the number after the end.
                 history.stopped_tokens = result.tokens
-                history.ended_at = self._clock()
                 self._on_events(Lost(index, by_caller=True))
             else:
                 # The engine was lost. The replacement resumes from the same carried tokens.
@@ -556,6 +556,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             return
         carried = candidate.carried
         if carried.last_version is not None:
+            # The record shows the carried tokens with their versions, as if the candidate had started.
             candidate.history.mark_started(self._clock(), carried.last_version, carried)
         candidate.output.set_result(self._engine.aborted_output(candidate.request, carried.prefix))
 

@@ -112,13 +112,13 @@ class _CountedGroup:
         return sum(member.record is None or member.record.reason is None for member in self.members)
 
     @property
-    def is_exhausted(self) -> bool:
+    def has_used_replacements(self) -> bool:
         """Whether too many requests have left the group for another request to join."""
         return len(self.members) >= MOST_MEMBERS * self.size
 
     @property
     def has_free_seat(self) -> bool:
-        return self.taken_seats < self.size and not self.is_exhausted
+        return self.taken_seats < self.size and not self.has_used_replacements
 
     def expire(self) -> None:
         self.ends_when_idle = True
@@ -131,8 +131,9 @@ class _CountedGroup:
         if len(records) < len(self.members):
             return
         registry = self.registry
+        # Requests that have left take no seat.
         is_full = self.taken_seats == self.size
-        if not (is_full or self.ends_when_idle or self.is_exhausted):
+        if not (is_full or self.ends_when_idle or self.has_used_replacements):
             # Wait for further requests. If too many groups wait, the oldest groups end.
             for dropped, _ in registry.idle_groups.put(self.owner, self, None):
                 dropped.expire()
@@ -238,7 +239,6 @@ class CountedGroups:
         return member
 
     def record_weight_version(self) -> None:
-        """Record the weight version of all tokens, before the paused model gets new weights."""
         version = self.weight_version()
         for group in self._all_groups():
             for member in group.members:

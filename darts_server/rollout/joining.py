@@ -57,7 +57,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
     """Finds a group for each single request.
 
     Args:
-        create_run: `Rollouts.create_run`.
         timeout: seconds without a further request after which a group is closed early.
         named_timeout: the same for groups with a name. A pool of trajectories may send the next request of a group only
             when another trajectory has ended.
@@ -117,7 +116,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         return output
 
     def has_open_group(self, join_key: str) -> bool:
-        """Return whether a group waits for further requests."""
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
@@ -301,12 +299,13 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         candidate = candidates[trajectory.index]
         if not candidate.aborted:
             return free_seats
-        # An aborted trajectory answers the caller whose candidate it was.
+        # An aborted trajectory answers the caller whose candidate it was, unless that caller already has another
+        # candidate's trajectory.
         if candidate.has_own_request:
             for seat in free_seats:
                 if seat.request is candidate.request:
                     return [seat]
-        # The aborted trajectory of an extra candidate takes no seat that another aborted trajectory answers.
+        # Otherwise it takes no seat whose own candidate was aborted, because that candidate answers the caller.
         aborted_requests = [c.request for c in candidates if c.aborted or c.aborting_callers]
         other_seats = [seat for seat in free_seats if not any(seat.request is request for request in aborted_requests)]
         return other_seats or free_seats

@@ -219,11 +219,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         return bool(self._group.selector.running_by_length or self.runner.running)
 
     def resume(self) -> None:
-        """Start new candidates after `suspend`."""
         self._apply_decisions(self._group.resume())
 
     def set_deadline(self, tokens: int, cut_length: int | None = None) -> None:
-        """Apply the cohort's deadline, and the length in tokens at which every candidate is cut."""
         self._handle_events(DeadlineSet(tokens, cut_length))
 
     def poll(self) -> None:
@@ -246,7 +244,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_bug(error)
 
     def end_with_delivered(self) -> None:
-        """End the group with the delivered trajectories."""
         self._apply_decisions(self._group.end_as_decided())
         self._close()
 
@@ -338,7 +335,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         weight: float | None = None,
         advantage: float | None = None,
     ) -> CandidateRecord:
-        """Return the present record of a candidate. ``weight``: see `selection_weights`."""
         state = self.candidates[index]
         history = self.runner.candidates[index].history
         verdict = self.verification.verdicts.get(index, NO_VERDICT)
@@ -366,14 +362,13 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def zero_variance(self) -> bool | None:
-        """Whether the rewards of a complete group are all equal, as far as there are rewards; None without rewards.
-
-        They are the rewards of all candidates if the group was selected by rewards, and else of the trajectories.
-        """
+        """Whether the rewards of a complete group are all equal, as far as there are rewards; None without rewards."""
         rewards = []
         for candidate in self._group.current_candidates:
             reward = self.verification.verdicts.get(candidate.index, NO_VERDICT).reward
-            if reward is not None and (self._group.rule.needs_rewards or candidate.selected_as is not None):
+            # A rule that needs rewards has selected from all candidates with a reward, so all their rewards count.
+            counts = self._group.rule.needs_rewards or candidate.selected_as is not None
+            if reward is not None and counts:
                 rewards.append(reward)
         return have_equal_rewards(rewards)
 
@@ -395,6 +390,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self._ticket.release()
             for event in events:
                 if isinstance(event, Finished):
+                    # The message that ends a candidate also brings its siblings' token counts.
                     self._poll_soon()
                     if self._needs_verdicts:
                         self.verification.start(event.index, self.runner.candidates[event.index].output)
@@ -402,10 +398,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_bug(error, *events)
 
     def _poll_soon(self) -> None:
-        """Poll once after this turn of the event loop.
-
-        The message that ends a candidate also brings its siblings' token counts.
-        """
+        """Poll once after this turn of the event loop."""
         if not self._is_poll_scheduled:
             self._is_poll_scheduled = True
             asyncio.get_running_loop().call_soon(self._run_scheduled_poll)
@@ -471,7 +464,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.outcome is None or self._is_closed:
             return
         self._is_closed = True
-        # No further verdict can change the selection, and a batch waits only for verdicts of complete groups.
+        # After the end, verdicts are needed only for the returned trajectories of a complete group.
         if not self._needs_verdicts:
             self.verification.cancel()
         try:
