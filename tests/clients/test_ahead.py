@@ -37,7 +37,7 @@ def batches_of(
         islice(count(), position.drawn, None),
         position,
         size=4,
-        ahead=ahead,
+        ahead_share=ahead,
         batches=batches,
         tokenize=lambda numbers: [[number] for number in numbers],
         request=server.request,

@@ -63,13 +63,19 @@ class CompletePrompt(NamedTuple):
     group: Group
 
 
+class PromptChoice(NamedTuple):
+    pending_to_start: tuple[int, ...]
+    pending_to_wait: tuple[int, ...]
+    num_new: int
+
+
 class BatchesAhead:
     """Returns the groups that are complete first, and every prompt once.
 
     Args:
         order: numbers of prompts after ``position``.
         size: number of groups in a batch.
-        ahead: additional prompts that are started, as a share of ``size``.
+        ahead_share: additional prompts that are started, as a share of ``size``.
         batches: number of batches. Towards the end fewer prompts are started, so that none is left.
         request: is called in another thread if the batch is prefetched.
         long_rounds: whether unfinished prompts wait until they fill a batch of their own.
@@ -81,19 +87,19 @@ class BatchesAhead:
         position: Position,
         *,
         size: int,
-        ahead: float,
+        ahead_share: float,
         batches: int,
         tokenize: Callable[[Sequence[int]], Sequence[TokenIds]],
         request: Request,
         long_rounds: bool = False,
     ) -> None:
         self._order = order
-        self._drawn = position.drawn
+        self._num_drawn = position.drawn
         self._pending = position.pending
-        # Groups that an earlier server returned beyond the wanted number.
+        # A server of an earlier version may return more groups than wanted.
         self._surplus: list[CompletePrompt] = []
         self._size = size
-        self._max_started = ceil(size * (1 + ahead))
+        self._max_started = ceil(size * (1 + ahead_share))
         self._remaining_batches = batches
         self._long_rounds = long_rounds
         self._tokenize = tokenize
@@ -102,19 +108,17 @@ class BatchesAhead:
         self._prefetched: Future[Batch] | None = None
 
     def next(self) -> Batch:
-        """Return the prefetched batch, or request a batch."""
         prefetched = self._prefetched
         self._prefetched = None
         if prefetched is None:
-            request_batch = self._draw_prompts()
+            request_batch = self._prepare_request()
             return request_batch()
         return prefetched.result()
 
     def prefetch(self) -> None:
-        """Request the next batch, if any, in the background."""
         if self._remaining_batches:
             # Prompts are drawn in this thread: the data set and the tokenizer belong to the trainer.
-            request_batch = self._draw_prompts()
+            request_batch = self._prepare_request()
             self._prefetched = self._background.submit(request_batch)
 
     @property
@@ -125,26 +129,32 @@ class BatchesAhead:
         """Start no more batches. A running request continues until it is cancelled."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
-    def _draw_prompts(self) -> Callable[[], Batch]:
-        """Draw prompts, and return a function that requests and returns their batch."""
-        restarted, waiting, num_new = self._choose_prompts()
-        new = tuple(islice(self._order, num_new))
+    def _prepare_request(self) -> Callable[[], Batch]:
+        """Draw prompts, and return a function that requests their batch."""
+        choice = self._choose_prompts()
+        new = tuple(islice(self._order, choice.num_new))
         self._remaining_batches -= 1
-        started = restarted + new
-        return partial(self._request_batch, started, self._tokenize(started), self._drawn + len(new), waiting)
+        started = choice.pending_to_start + new
+        return partial(
+            self._request_batch,
+            started,
+            self._tokenize(started),
+            self._num_drawn + len(new),
+            waiting=choice.pending_to_wait,
+        )
 
-    def _choose_prompts(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the pending prompts to start, the pending prompts that wait, and the number of new prompts."""
+    def _choose_prompts(self) -> PromptChoice:
         pending = self._pending
         # The remaining batches have no place for more new prompts.
         max_new = self._remaining_batches * self._size - len(pending) - len(self._surplus)
+        # Pending prompts are likely to be long. A long round has no other prompts.
         if self._long_rounds and len(pending) >= self._size:
-            return pending[: self._size], pending[self._size :], 0
+            return PromptChoice(pending[: self._size], pending[self._size :], num_new=0)
         # In the last batches, pending prompts cannot wait for a batch of their own.
         if self._long_rounds and max_new >= self._size:
-            return (), pending, min(self._max_started, max_new)
+            return PromptChoice((), pending, num_new=min(self._max_started, max_new))
         num_new = max(0, self._max_started - len(pending) - len(self._surplus))
-        return pending, (), min(num_new, max_new)
+        return PromptChoice(pending, (), num_new=min(num_new, max_new))
 
     def _request_batch(
         self,
@@ -166,7 +176,7 @@ class BatchesAhead:
         batch = complete[: self._size]
         # Groups of equal rewards only fill up a batch.
         self._surplus = [prompt for prompt in complete[self._size :] if not prompt.group.zero_variance]
-        self._drawn = num_drawn
+        self._num_drawn = num_drawn
         unfinished = [number for index, number in enumerate(started) if index not in complete_indices]
         self._pending = waiting + tuple(unfinished)
         # A resumed training has no surplus groups, so it requests their prompts again.
@@ -195,6 +205,7 @@ class GroupRequests:
         Raises:
             DartsError: a group failed, or the request failed.
         """
+        # The timeout limits only the upload of the prompts. Events have `idle_timeout`.
         with self._server.client(UPDATE_TIMEOUT, retries=RECONNECTS) as client:
             batch = client.rollouts(
                 list(prompts),
@@ -204,6 +215,7 @@ class GroupRequests:
                 survivors=False,
                 **self._options,
             )
+            # `cancel` reads it in another thread.
             self._running_batch = batch
             with batch:
                 groups = list(batch)
@@ -224,7 +236,6 @@ class GroupRequests:
         return groups
 
     def cancel(self) -> None:
-        """Cancel a request that still runs in another thread."""
         batch = self._running_batch
         if batch is not None and batch.id is not None:
             # Otherwise the server cancels the batch a minute after this process has ended.

@@ -112,7 +112,6 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
         return increases | _read_samples(text, GAUGES)
 
     def _attempt(self, purpose: str, action: Callable[[], Any]) -> Any:
-        """Return the action's result, or None if it fails."""
         try:
             return action()
         except (DartsError, OSError) as error:
@@ -122,13 +121,13 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
             return None
 
 
-def sum_samples(text: str, metric: str) -> float | None:
+def sum_samples(text: str, name_and_label: str) -> float | None:
     """Return the sum of a metric's samples in Prometheus' text format, or None without samples.
 
     >>> sum_samples('a_total{kind="x"} 1.0\\na_total{kind="y"} 2.0', 'a_total kind="y"')
     2.0
     """
-    name, _, label = metric.partition(" ")
+    name, _, label = name_and_label.partition(" ")
     values = []
     for line in text.splitlines():
         if line.startswith((f"{name}{{", f"{name} ")) and label in line:

@@ -48,6 +48,7 @@ class RewardReport:
             self._count_unreported(len(values), "the function's trainer is not a DartsGRPOTrainer")
             return
         batch = self._last_batch()
+        # The completions are of an evaluation.
         if batch is None:
             return
         prompts, completions = batch

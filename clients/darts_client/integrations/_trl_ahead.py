@@ -20,7 +20,7 @@ from ._trl_names import GRPOConfig, RepeatSampler
 
 @dataclass(frozen=True, slots=True)
 class AheadOptions:
-    """The options of a `DartsGRPOTrainer` that start prompts ahead of their step."""
+    """Options of a `DartsGRPOTrainer`."""
 
     prompts_ahead: float = 0.0
     max_staleness: int = 0
@@ -77,6 +77,7 @@ class AheadOptions:
             raise ValueError("long_rounds=True needs prompts_ahead above 0, else no prompt is left over")
         if self.dynamic_sampling and not self.prompts_ahead:
             raise ValueError("dynamic_sampling=True needs prompts_ahead above 0, the prompts that take the places")
+        # True with `server_advantages` alone, too.
         if not self.samples_ahead:
             return
         if self.server_advantages and self.policy is not None:
@@ -130,7 +131,7 @@ class PromptsAhead:
         size = args.generation_batch_size // trainer.num_generations
         options.check_data(trainer.train_dataset, size)
 
-        # TRL counts optimizer steps. One batch of prompts serves this number of forward passes.
+        # TRL counts optimizer steps. The last step of an epoch may have fewer forward passes.
         passes_of_batch = args.steps_per_generation * trainer.num_iterations
         passes_of_epoch = len(trainer.train_dataset) // size * passes_of_batch
         passes_done = count_passes(state.global_step, args.gradient_accumulation_steps, passes_of_epoch)
@@ -156,7 +157,7 @@ class PromptsAhead:
             islice(iterate_prompt_numbers(trainer, size), position.drawn, None),
             position,
             size=size,
-            ahead=options.prompts_ahead,
+            ahead_share=options.prompts_ahead,
             batches=batches,
             tokenize=self._tokenize,
             request=self._request_groups,
@@ -179,12 +180,10 @@ class PromptsAhead:
         return batch
 
     def rows(self, batch: Batch) -> list[dict[str, Any]]:
-        """Return the data set's row of each completion."""
         prompt_rows = [self._trainer.train_dataset[number] for number in batch.prompts]
         return [row for row in prompt_rows for _ in range(self._trainer.num_generations)]
 
     def close(self) -> None:
-        """Cancel the batch that is sampled ahead."""
         self._batches.close()
         self._requests.cancel()
 
@@ -237,7 +236,6 @@ def load_position(folder: Path) -> Position | None:
 
 
 def count_passes(steps: int, passes_of_step: int, passes_of_epoch: int) -> int:
-    # The last optimizer step of an epoch may have fewer passes than the others.
     steps_of_epoch = ceil(passes_of_epoch / passes_of_step)
     complete_epochs, further_steps = divmod(steps, steps_of_epoch)
     return complete_epochs * passes_of_epoch + further_steps * passes_of_step
@@ -275,6 +273,7 @@ def trl_sampling(trainer: Any) -> dict[str, Any]:
 
 def build_trl_answer(batch: Batch) -> dict[str, Any]:
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    # TRL expects each prompt once, and a list of top log-probs for each token, here with the sampled token alone.
     return {
         "prompt_ids": [list(ids) for ids in batch.token_ids],
         "completion_ids": [list(trajectory.token_ids) for trajectory in trajectories],

@@ -18,8 +18,8 @@ METHODS = {"init_weight_transfer", "pause", "send_weights", "resume", "destroy"}
 class WeightTransfer:
     """The `weight_transfer` of TRL's `AsyncGRPOTrainer`: sends weights in the body of `PUT /darts/v1/weights`.
 
-    Running groups continue with the new weights, as TRL intends, and are marked as mixed. There is no NCCL, and the
-    server needs no development routes. With a `peft_config` TRL merges the adapter before.
+    Running groups continue, and are marked as mixed. There is no NCCL, and the server needs no development routes. With
+    a `peft_config` TRL merges the adapter before.
 
     Args:
         url: the trainer's `vllm_server_base_url`.
@@ -71,6 +71,7 @@ class WeightTransfer:
             DartsError: the server refused the weights. TRL's other processes wait until this process ends.
         """
         try:
+            # TRL's asynchronous trainer lets running requests continue with the new weights.
             record = self._server.push(self._make_stream(iterator), rule="keep")
             self.version = record.version
         finally:

@@ -67,6 +67,7 @@ class Facade:
             "/v1/loads": self._count_running,
             # Nothing to do, because an update clears the caches.
             "/flush_cache": self._count_running,
+            # A cheap request that fails if the server does.
             "/health": self._get_weight_version,
             "/health_generate": self._get_weight_version,
         }
@@ -124,13 +125,16 @@ class Facade:
         # Browsers send neither header in a GET of a page whose own name points to this machine (DNS rebinding). The
         # page's name is in `Host`.
         host = headers.get("host")
+        if host is None:
+            return None
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            if host is None or name in self._hosts or ip_address(name):
-                return None
+            if name not in self._hosts:
+                # Any address is allowed. Other names raise ValueError.
+                ip_address(name)
         except ValueError:
-            pass
-        return f"this does not answer to the name {str(host)[:100]!r}; use its address, or add the name to its hosts"
+            return f"this does not answer to the name {host[:100]!r}; use its address, or add the name to its hosts"
+        return None
 
     async def _generate(self, body: Json, headers: Mapping[str, str]) -> Json:
         unserved = [name for name in UNSERVED if body.get(name)]

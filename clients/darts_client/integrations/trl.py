@@ -126,7 +126,6 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
 
     @property
     def _client(self) -> "DartsVLLMClient":
-        """TRL's client, on the main process."""
         client: Any = self.vllm_generation.vllm_client
         return cast(DartsVLLMClient, client)
 
@@ -167,7 +166,6 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         return output
 
     def _replace_advantages(self, output: dict[str, Any], all_advantages: list[float], num_completions: int) -> None:
-        """Replace TRL's advantages of this process's completions."""
         # This is a deque with the length of one generation batch, so the new advantages push out TRL's.
         logged_advantages: Any = self._logs["advantages"]
         logged_advantages.extend(all_advantages)

@@ -58,7 +58,8 @@ def replace_methods() -> None:
         if self.config.actor_rollout_ref.rollout.name == "darts":
             # veRL uses the same id for all turns of a trajectory.
             arguments["headers"] = current_prompt_context.get().headers | {"X-Session-ID": str(request_id)}
-            arguments["resumes"] = isinstance(self, FullyAsyncLLMServerClient)
+            # This client itself requests the rest of an aborted answer.
+            arguments["client_resumes"] = isinstance(self, FullyAsyncLLMServerClient)
         return await generate(self, request_id, **arguments)
 
     @wraps(acquire_server)

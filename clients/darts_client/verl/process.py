@@ -3,8 +3,7 @@
     python -m darts_client.verl.process FOLDER COMMAND...
 
 The child of the owner forks a guard, which Ray does not see, and exits with the command's code. The guard reads a pipe
-from the owner, which closes when the owner ends. FOLDER holds the files of a Ray job on this machine. Each guard has a
-marker in it, and the last guard removes the folder.
+from the owner, which closes when the owner ends. FOLDER holds the files of a Ray job on this machine.
 """
 
 import asyncio
@@ -44,6 +43,7 @@ def main() -> int:
 
 def _guard_server(folder: Path, command: Sequence[str], exit_code_writer: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    # The last guard of the job's servers on this machine removes the folder.
     marker = folder / f"{MARKER}{os.getpid()}"
     marker.touch()
     # With its own process group, its engine can be killed, too.

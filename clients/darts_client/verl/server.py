@@ -159,13 +159,12 @@ class DartsServer:
         mm_processor_kwargs: Any = None,
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
-        resumes: bool = True,
+        client_resumes: bool = True,
         **media: Any,
     ) -> Any:
         """Sample one turn of a trajectory.
 
-        If the client `resumes` aborted answers, they are returned as they are. Otherwise they are continued here, when
-        veRL resumes generation.
+        A client that resumes aborted answers gets them as they are.
 
         Raises:
             ValueError: an argument is not served, or the prompt leaves no room for a token.
@@ -202,9 +201,11 @@ class DartsServer:
                 first_step = step
             tokens += answer.token_ids
             logprobs += answer.token_logprobs
+            # An answer that was aborted after its last token is complete.
             if answer.finish_reason != "abort" or len(tokens) == max_tokens:
                 stop_reason = "completed"
-            elif resumes:
+            # For other clients, the loop continues the answer after the pause.
+            elif client_resumes:
                 break
 
         # An answer without tokens has no step, so that a client that resumes takes the first step from the next answer.

@@ -41,7 +41,7 @@ def server_name(replica_rank: int, role: str = "") -> str:
 
 
 class WeightFolders:
-    """Folders below `root`, of which the last two are kept. `file_bytes`: about the size of a file in them."""
+    """Numbered folders of weights. `file_bytes`: about the size of a file."""
 
     def __init__(self, root: Path, prefix: str, file_bytes: int) -> None:
         self._root = root
@@ -70,6 +70,7 @@ class WeightFolders:
         try:
             unfinished.mkdir(parents=True)
             await self._write_files(unfinished, weights)
+            # Fails if another machine has written `path`. Machines of a colocated trainer must not share the root.
             unfinished.rename(path)
         except OSError as error:
             raise RuntimeError(
@@ -171,7 +172,6 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types her
 
 
 def weights_root(config: Any) -> Path:
-    """Return the folder of the weights of a rollout configuration."""
     user_settings = config.engine_kwargs.get("darts") or {}
     return job_folder(user_settings.get("weights_root"))
 
@@ -208,7 +208,7 @@ class FolderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._path = Path(path)
 
     def finalize(self) -> None:
-        """Do nothing. The folder stays until the folder after the next is written."""
+        """Do nothing. `write` removes old folders."""
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
         await self._folders.write(self._path, weights, is_writer=self._is_master)
