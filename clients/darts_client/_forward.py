@@ -135,7 +135,6 @@ class CandidateSequence(TokenSequence):
         self._drop_cache_if_done()
 
     def finish(self, length: int) -> None:
-        """Finish with the first `length` completion tokens."""
         # The first token is the prompt's last.
         del self.tokens[length + 1 :]
         self.num_forwarded = min(self.num_forwarded, length)

@@ -55,11 +55,12 @@ def unbiased_advantages(
     if baseline is not None:
         baselines = [baseline] * len(rewards)
     elif group.num_shortest is not None:
+        # Each trajectory has K - 1 shortest others that are always returned.
         baselines = _means_of_shortest_others(group, group.num_shortest - 1, rewards)
     else:
         baselines = _weighted_means_of_others(weights, rewards, num_candidates, group.sampled_from)
+    # A_i = (n / N) w_i (r_i - b_i). `run_weight` and w_i are 1 / probability, of the run and of the return.
     scale = run_weight(group) * len(rewards) / num_candidates
-    # A_i = (n / N) w_i (r_i - b_i), times the weight of the run.
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
 
 
@@ -74,6 +75,7 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
         ValueError: the group's policy does not select by rewards.
     """
     returned = _returned_trajectories(group)
+    weight_of_run = run_weight(group)
     advantages = []
     for trajectory in returned:
         if trajectory.advantage is None or group.num_rewarded is None:
@@ -81,7 +83,8 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
                 f"the trajectories of {_name(group)} have no advantages from the server; sample with the policy "
                 '"informative" through client.rollouts'
             )
-        scale = run_weight(group)
+        scale = weight_of_run
+        # A biased selection has no weights. Otherwise this is (M / M') w_i.
         if trajectory.weight is not None:
             scale *= trajectory.weight * len(returned) / max(group.num_rewarded, 1)
         advantages.append(scale * trajectory.advantage)
@@ -94,13 +97,12 @@ def _weighted_means_of_others(
     num_candidates: int,
     sampled_from: int | None,
 ) -> list[float]:
-    """Estimate the mean reward of the group's other candidates for each returned trajectory."""
     n = len(weights)
     # Without another returned trajectory there is no estimate.
     if n == 1:
         return [0.0]
-    # If n of S candidates were sampled, and one of them is given, each other candidate was returned with probability
-    # (n - 1) / (S - 1). The weights assume n / S.
+    # If n of the S unpruned candidates were sampled, and one of them is given, each other candidate was returned with
+    # probability (n - 1) / (S - 1). The weights assume n / S.
     scale = 1.0
     if sampled_from is not None:
         scale = (sampled_from - 1) / (n - 1) * n / sampled_from
@@ -110,14 +112,14 @@ def _weighted_means_of_others(
 
 
 def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:
-    """Return the mean reward of the `count` shortest others of each trajectory."""
     returned = _returned_trajectories(group)
 
     def place(index: int) -> tuple[int, int]:
-        # Sessions may have been compared by seconds: the server's rank has their places, and their tokens do not.
+        # The server may order sessions by seconds. Then `rank` is that order, and the number of tokens is not.
         rank = returned[index].rank
         return (returned[index].length if rank is None else rank), index
 
+    # The shortest are always returned, so their mean needs no weights.
     shortest = [index for index, trajectory in enumerate(returned) if trajectory.selected_as == "short"]
     shortest.sort(key=place)
     means = []

@@ -123,6 +123,7 @@ class Overlap:
             prompt = self._get_prompt(number)
             if prompt.is_closed:
                 raise ValueError(f"prompt {number} is closed, trajectory {trajectory_id!r} cannot be added")
+            # The logits of the prompt's last token score the first generated token.
             last_token = prompt.tokens[-1:]
             candidate = CandidateSequence(last_token, trajectory_id=trajectory_id, number=number, prompt=prompt)
             prompt.candidates.append(candidate)

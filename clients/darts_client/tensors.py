@@ -99,9 +99,10 @@ def to_tensors(
     if len(prompts) == len(trajectories):
         prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
 
-    # Trajectories that were selected by the server's rewards are no random sample of those rewards.
-    are_sampled = rewards is not None or all(group.num_rewarded is None for group in groups)
+    # A group's mean of the rewards that decided its selection is biased, so "grpo" has no advantages.
+    selected_by_rewards = rewards is None and any(group.num_rewarded is not None for group in groups)
     if rewards is None and all(trajectory.reward is not None for trajectory in trajectories):
+        # `or` is for mypy.
         rewards = [[trajectory.reward or 0.0 for trajectory in group.trajectories] for group in groups]
     rewards_tensor = None
     group_advantages: list[Tensor] = []
@@ -113,7 +114,7 @@ def to_tensors(
         for group, group_rewards, baseline in zip(groups, checked_rewards, baselines, strict=True):
             if advantages == "unbiased":
                 group_advantages.append(torch.tensor(unbiased_advantages(group, group_rewards, baseline)))
-            elif advantages == "grpo" and are_sampled:
+            elif advantages == "grpo" and not selected_by_rewards:
                 group_advantages.append(run_weight(group) * _grpo_advantages(group_rewards, scale, eps))
 
     weights = [trajectory.weight for trajectory in trajectories if trajectory.weight is not None]
