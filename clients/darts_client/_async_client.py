@@ -320,8 +320,9 @@ class AsyncClient:
                     async for group in oldest:
                         yield group
                 except StatusError:
-                    # If all groups of a batch failed, it has usage and raises the error of its first group.
-                    if oldest.usage is None:
+                    # A batch that has ended raises only if all its groups failed, and they are yielded below.
+                    has_ended = oldest.usage is not None
+                    if not has_ended:
                         raise
                 batches.popleft()
                 for group in oldest.failed:

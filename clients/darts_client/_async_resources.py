@@ -238,7 +238,7 @@ def _update_options(
     check_finite: bool,
     partial: bool | None = None,
 ) -> dict[str, Any]:
-    # Defaults are left to the server.
+    # None leaves the choice to the server. LoRA adapters have no `partial`.
     options = drop_none({"rule": rule, "version": version, "partial": partial})
     if not check_finite:
         options["check_finite"] = False

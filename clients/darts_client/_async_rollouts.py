@@ -85,7 +85,7 @@ class AsyncRollouts(Generic[ItemT]):
     async def __anext__(self) -> ItemT:
         while True:
             item = await anext(self._items)
-            # None means that the batch has begun, for which only `start` waits.
+            # Only `start` waits for None.
             if item is not None:
                 return item
 
@@ -105,11 +105,11 @@ class AsyncRollouts(Generic[ItemT]):
         await self._items.aclose()
 
     async def _read_items(self) -> AsyncGenerator[ItemT | None]:
-        """Yield `None` once the batch has begun, then its items."""
         try:
             with self._bar or nullcontext():
                 async with aclosing(self._read_events()) as events:
                     async for event in events:
+                        # None signals that the batch has begun.
                         if event is None:
                             yield None
                             continue
@@ -122,13 +122,12 @@ class AsyncRollouts(Generic[ItemT]):
             await self._cancel()
 
     async def _read_events(self) -> AsyncGenerator[Event | None]:
-        """Yield `None` once the batch has begun, then its events. Reconnect if the connection is lost."""
         while not self._batch.is_over:
             method, path, options = self._batch.next_request()
             try:
                 async with self._transport.stream_events(method, path, self._batch.limit, **options) as events:
                     async for sse in events:
-                        # The first event has the id of the batch, and nothing for the caller.
+                        # The first event only brings the id of the batch: its None signals that the batch has begun.
                         is_first = self._batch.id is None
                         event = self._batch.read(sse)
                         if event is not None or is_first:

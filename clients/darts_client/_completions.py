@@ -77,7 +77,6 @@ def completion_request(
     logprobs: bool,
     sampling: Mapping[str, object],
 ) -> CompletionRequest:
-    """Build one request for all of `prompts`."""
     prompt_list = list_prompts(prompts)
     types = {type(prompt) for prompt in prompt_list}
     if len(types) > 1:

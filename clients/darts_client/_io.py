@@ -54,7 +54,6 @@ def read_sse(response: httpx.Response) -> AbstractContextManager[Iterator[Server
 
 
 async def async_run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a blocking function in a thread."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 

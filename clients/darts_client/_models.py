@@ -38,13 +38,14 @@ def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
     return parse(model, response.content, response.url.path)
 
 
-def _list_or_row(read_row: str) -> WrapValidator:
-    """Return a validator that reads a list, or a row by the method `read_row` of `TokenRows`."""
+def _list_or_row(row_method: str) -> WrapValidator:
+    """Validate a list, or read a row by a method of `TokenRows`."""
 
     def read(value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
         token_rows = info.context
+        # Then the value is a row number.
         if token_rows is not None:
-            return getattr(token_rows, read_row)(value)
+            return getattr(token_rows, row_method)(value)
         # A strict validator does not accept the parsed list as a tuple.
         if isinstance(value, list):
             value = tuple(value)

@@ -59,7 +59,6 @@ def list_prompts(prompts: Prompts) -> list[str | list[int]]:
 
 
 def list_rollout_prompts(prompts: RolloutPrompts) -> list[dict[str, Any]]:
-    """Return the JSON of prompts for `/darts/v1/rollouts`."""
     return [prompt_body(prompt) for prompt in _as_prompt_list(prompts)]
 
 
@@ -92,7 +91,6 @@ def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_prompt_list(prompts: Any) -> list[Any]:
-    """Return a list, also for a single prompt."""
     if isinstance(prompts, str | PromptSpec):
         return [prompts]
     if len(prompts) == 0:

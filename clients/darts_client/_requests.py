@@ -81,7 +81,6 @@ class TransportOptions:
         return httpx.Timeout(timeout, connect=self.connect_timeout)
 
     def stream_timeout(self, limit: "TimeLimit") -> httpx.Timeout:
-        """Return httpx's timeouts for a stream."""
         connect = limit.shorten(self.connect_timeout)
         # The server sends comments while it generates, so a silent stream is a lost connection.
         read = limit.shorten(self.idle_timeout)
@@ -130,6 +129,7 @@ class RetrySchedule:
     def _is_retryable(self, error: DartsError) -> bool:
         match error:
             case Overloaded():
+                # The server has refused the work. Without `Retry-After` a retry cannot help.
                 return error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
             case StatusError():
                 return self._idempotent and error.status_code in _GATEWAY_STATUSES
@@ -151,7 +151,6 @@ class TimeLimit:
         self._end = None if seconds is None else clock() + seconds
 
     def shorten(self, seconds: float) -> float:
-        """Shorten a timeout to the remaining time."""
         if self._end is None:
             return seconds
         # httpx needs a positive timeout.

@@ -45,19 +45,22 @@ class RunningSession:
         self.api_key = access.api_key
         self.headers = auth_headers(access.api_key)
         self.over = asyncio.Event()
-        """Set when the session is over, or its events are lost."""
+        """Set when the server reports the end, or events are lost."""
         self.is_ended = False
+        """Set when the agent calls `end`."""
         self.clients: list[AsyncOpenAI] = []
 
     def openai(self, **options: Any) -> "AsyncOpenAI":
         """Return an OpenAI client whose requests are turns. The end of the group's block closes it.
 
-        Without `max_retries` it sends no turn twice, because both would count.
+        Without `max_retries` it sends no turn twice.
         """
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+        # A retry would be a second turn.
         options.setdefault("max_retries", 0)
         if "http_client" not in options:
+            # After a stop, the agent waits in the hook until its task is cancelled.
             hooks = {"response": [self._wait_if_stopped]}
             options["http_client"] = DefaultAsyncHttpxClient(verify=cached_ssl_context(), event_hooks=hooks)
         client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
@@ -227,6 +230,7 @@ class SessionGroup:
         elif event.type in ("completed", "failed", "cancelled"):
             self._end_event = event
         elif event.type in ("stopped", "ended"):
+            # These events always name a session: `or` is for mypy.
             session = self._sessions[event.session or ""]
             session.over.set()
             # The agent of a finished session may still close its environment.
@@ -253,7 +257,7 @@ class SessionGroup:
             except DartsError as exc:
                 logger.warning("session %s could not be ended: %s", session.id, exc)
                 return
-            # The server may have stopped the session, and then refused a turn, which is no fault of the agent.
+            # The error may be a turn that was refused after a stop whose event has not arrived yet.
             is_failed = state.end == "failed"
         if is_failed:
             logger.warning("the agent of session %s failed", session.id, exc_info=error)

@@ -232,8 +232,9 @@ class BatchReader:
         Raises:
             TimedOut: the time of the batch is over.
         """
-        # An error status, or a request that was never sent, means that no batch has started.
+        # Without an id, an error status or a request that was never sent means that no batch has started.
         self._may_be_running = not (isinstance(error, StatusError) or was_never_sent(error))
+        # The batch itself has ended with this error.
         if self.is_over:
             raise error
         delay = self._schedule.delay_after(error)
