@@ -53,7 +53,7 @@ SPECULATION = "+speculation"
 # vLLM's sampler is as fast on so small a model, and starts sooner.
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 AHEAD = 0.5
-"""Prompts that auto starts ahead, as a share of the prompts that a step needs."""
+"""Prompts that run ahead, as a share of a step's prompts."""
 CAPS = (64,)
 """The best fixed limit that was tried on this task, or next to it."""
 PROMPT_SEED = 8
@@ -63,7 +63,6 @@ NO_VLLM = 'vLLM is not installed: pip install "darts-server[cpu]", or "darts-ser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo, and return the exit code."""
     options = parse_arguments(argv)
     can_draw = find_spec("matplotlib") is not None
     try:
@@ -132,7 +131,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def list_methods(options: argparse.Namespace) -> dict[str, Method]:
-    """Return the methods to compare, by name."""
     methods = {RAW: Method("off")}
     for cap in options.caps:
         methods[f"{RAW}, max {cap}"] = Method("off", cap)
@@ -140,6 +138,7 @@ def list_methods(options: argparse.Namespace) -> dict[str, Method]:
         if name != RAW:
             policy = name.removesuffix(SPECULATION)
             has_drafts = policy != name
+            # Only `auto` starts prompts of the next step ahead.
             ahead = AHEAD if policy == "auto" else 0.0
             title = f"{policy}, speculation" if has_drafts else policy
             methods[title] = Method(policy, ahead=ahead, drafts=has_drafts)

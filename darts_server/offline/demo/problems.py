@@ -44,8 +44,6 @@ MAX_RESPONSE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the running digit."""
-
     letter: str
     operator: Operator
     digit: int
@@ -74,6 +72,7 @@ def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem
     steps = []
     for letter in LETTERS[: rng.choice(STEP_COUNTS[difficulty])]:
         operator = rng.choice(OPERATORS)
+        # In a loop, other factors would erase what earlier rounds computed.
         digit = rng.choice(INVERTIBLE) if is_looped and operator == "*" else rng.randrange(10)
         steps.append(Step(letter, operator, digit))
 
@@ -83,6 +82,7 @@ def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem
         rounds = rng.choice(ROUNDS)
         loop = f"{LOOP}{rounds}"
         chain = []
+        # Each round begins by adding the number of rounds that are left.
         for rounds_left in range(rounds, 0, -1):
             chain += [Step(LOOP, "+", rounds_left), *steps]
     answer = start

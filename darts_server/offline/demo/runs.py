@@ -16,7 +16,6 @@ RAW = "raw"
 CLEAR = 0.15
 """Times whose ratio is closer to 1 are called equal: runs of a few seconds vary as much."""
 ROUNDS_TO_ZERO = 0.005
-"""Largest share that is printed as 0 %."""
 NEARLY_ALL = 0.95
 """Share of the generated tokens above which a run is said to discard nothing."""
 TIMEOUT_SECONDS = 300.0
@@ -25,14 +24,11 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Method:
-    """How a run samples."""
-
     policy: str
     max_tokens: int = MAX_RESPONSE_TOKENS
     ahead: float = 0.0
     """Prompts that are started ahead of their step, as a share of the prompts that a step needs."""
     drafts: bool = False
-    """Whether the server drafts tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +41,7 @@ class Step:
     arrivals: Sequence[float]
     """Seconds from the request to the group."""
     lengths: Sequence[Sequence[int]]
-    """Lengths of the returned trajectories."""
     right: int
-    """Returned trajectories with the right answer."""
     generated: int
     """Tokens of all candidates, returned or not."""
     seconds: float
@@ -69,7 +63,6 @@ class Batches:
         self._group_size = group_size
         self._method = method
         self._num_requested = 0
-        # Groups that continue in the next step.
         self._num_waiting = 0
 
     def request(self, client: httpx.Client) -> Step:
@@ -91,9 +84,11 @@ class Batches:
             "stream": "groups",
         }
         if method.ahead:
-            # The last step waits for all groups.
-            is_last = self._num_requested == len(self._problems) or self._num_waiting + len(new) <= self._needed
-            body |= {"carry": "resume", "carried": True, "num_groups": None if is_last else self._needed}
+            # The last step waits for all groups, and so does a step with too few prompts to run ahead.
+            is_last = self._num_requested == len(self._problems)
+            runs_ahead = self._num_waiting + len(new) > self._needed
+            num_groups = self._needed if runs_ahead and not is_last else None
+            body |= {"carry": "resume", "carried": True, "num_groups": num_groups}
 
         arrivals: list[float] = []
         lengths: list[list[int]] = []
@@ -156,8 +151,6 @@ def parse_events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class Run:
-    """All steps of one method."""
-
     def __init__(self, name: str, steps: Sequence[Step]) -> None:
         self.name = name
         self.steps = steps
@@ -165,9 +158,7 @@ class Run:
         self.generated = sum(step.generated for step in steps)
         self.seconds = sum(step.seconds for step in steps)
         self.right_share = sum(step.right for step in steps) / len(self.lengths)
-        """Share of the returned trajectories that have the right answer."""
         self.truncated_share = sum(step.truncated for step in steps) / len(self.lengths)
-        """Share of the returned trajectories that were cut off before the limit of raw."""
 
 
 def format_table(raw: Run, others: Sequence[Run]) -> str:

@@ -62,8 +62,6 @@ class Process(Protocol):
 
 
 class Server:
-    """A server that starts or runs."""
-
     def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
@@ -90,7 +88,6 @@ class Server:
         return total
 
     def count_requests(self) -> float:
-        """Return the number of requests that the engine runs or queues."""
         return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
 
     def log_tail(self) -> str:
@@ -115,9 +112,10 @@ def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Proce
 
 
 def bind_port(port: int = 0) -> socket.socket:
-    """Bind ``port``, or for 0 a free port that no outgoing connection takes before a server binds it."""
+    """Bind ``port``, or for 0 a free port of `PORTS`."""
     if port:
         return socket.create_server(("127.0.0.1", port))
+    # Port 0 would give a port that an outgoing connection may take before the server binds it.
     for candidate in SystemRandom().sample(PORTS, MAX_TRIES):
         with suppress(OSError):
             return socket.create_server(("127.0.0.1", candidate))

@@ -28,9 +28,11 @@ def _simulate_fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine
     """Roll out with the smallest limit that truncates at most ``share`` more of the trajectories."""
     lengths = np.concatenate([step.batch.capped_lengths.ravel() for step in off])
     limit = off[0].batch.max_tokens
+    # Answers at the present limit are truncated anyway, so the share is cut in addition.
     longest_first = np.sort(lengths[lengths < limit])[::-1]
     if longest_first.size:
-        limit = int(longest_first[min(int(share * lengths.size), longest_first.size - 1)]) + 1
+        first_kept = min(int(share * lengths.size), longest_first.size - 1)
+        limit = int(longest_first[first_kept]) + 1
     steps = []
     for step in off:
         batch = replace(step.batch, max_tokens=limit)
@@ -57,7 +59,8 @@ def _simulate_one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machin
     for step in off:
         rollout = simulate(step.batch, plan, replace(machine, replicas=best))
         seconds = step_seconds(best, rollout.seconds, step.training_seconds - between)
-        steps.append(Step(step.batch, plan, rollout, seconds - between, seconds))
+        # Training overlaps with the rollout. The summary gets the mean of its seconds below.
+        steps.append(Step(step.batch, plan, rollout, training_seconds=seconds - between, seconds=seconds))
     summary = summarise("async one-step-off", steps, plan.size, f"{best} of {machine.replicas} engines roll out")
     slowdown = machine.replicas / (machine.replicas - best)
     return summary | {"training_seconds": mean_training * slowdown + between, "stale_share": 1.0}

@@ -141,7 +141,6 @@ def compare_policies(
     workload: Workload,
     machine: Machine,
 ) -> tuple[list[Summary], str]:
-    """Return the figures of all policies and baselines, and a legend."""
     size = options.group_size
     policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies or DEFAULT)])]
     candidates = Candidates(
@@ -150,9 +149,10 @@ def compare_policies(
         size,
         options.prompts,
         options.steps,
-        max(2 * size, *(policy.max_candidates(size) for policy in policies)),
-        not options.new_prompts,
-        options.seed,
+        # At least twice the size, so that most comparisons draw the same candidates, whichever policies they have.
+        most=max(2 * size, *(policy.max_candidates(size) for policy in policies)),
+        knows_prompts=not options.new_prompts,
+        seed=options.seed,
     )
     candidates_by_suffix = {"": candidates}
     legend = LEGEND
@@ -277,7 +277,6 @@ TRUNCATED = "#D55E00"
 STOPPED = "#BBBBBB"
 LABELS = {"returned": RETURNED, "returned truncated": TRUNCATED, "not returned": STOPPED}
 PANELS = 3
-"""Panels in a row."""
 
 
 def draw(steps: Mapping[str, Step], path: Path) -> None:

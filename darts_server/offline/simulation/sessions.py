@@ -73,8 +73,6 @@ prompt's samples in the trace are drawn from these samples with replacement."""
 
 @dataclass(frozen=True, slots=True)
 class SessionTraining:
-    """Steps of a training run on the sessions of a trace."""
-
     workload: Sequence[Sequence[Session]]
     """Samples of each prompt of the trace."""
     machine: Machine
@@ -131,7 +129,7 @@ def best_limits(workload: Sequence[Sequence[Session]], shares: Sequence[float]) 
 
 
 def limit_session(session: Session, turns: int | None = None, tokens: float = inf) -> Session:
-    """Return a session of an agent that ends after so many turns or generated tokens, as if it had finished."""
+    """Return a session that ends after so many turns or generated tokens."""
     kept_turns = []
     tokens_left = tokens
     for turn in session.turns[:turns]:
@@ -139,6 +137,7 @@ def limit_session(session: Session, turns: int | None = None, tokens: float = in
         tokens_left -= turn.generated
         if tokens_left <= 0:
             break
+    # A session that ends at this limit counts as finished, if it finished in the trace.
     return Session(tuple(kept_turns), session.valid)
 
 
@@ -158,8 +157,10 @@ def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] 
         # The shortest sessions by the clock are the first that finish.
         policy_text = text.replace(FIRST, "uniform,longest=0", 1)
     policy = parse_policy(policy_text, training.size)
+    # Sessions have the options of the selection, start, and for `off` carry=resume.
     resumes = policy.resumes and policy.shaping is None
-    if policy != Policy(policy.name, policy.shaping, policy.start, resumes):
+    supported = Policy(policy.name, policy.shaping, policy.start, resumes)
+    if policy != supported:
         raise InvalidSetting(f"--policies: {text} is not for sessions; --join-turns simulates a sample as one answer")
     num_started = round(policy.start * training.prompts)
     warm_up = WARM_UP if num_started > training.prompts else 0
@@ -167,6 +168,7 @@ def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] 
     plan = BatchPlan.of(policy.shaping, training.size, [None] * num_started, needed_groups=training.prompts)
     recent = RecentCompletionLengths()
     figures = _Figures()
+    # Without a warm-up its prompts are skipped, so that all policies measure about the same prompts.
     next_number = (WARM_UP - warm_up) * training.prompts
     # Left-over prompts with the number of their attempt, and their groups if they resume.
     left_over: list[tuple[int, int]] = []
@@ -228,13 +230,9 @@ def _tokens_and_turns(sessions: Sequence[Session]) -> Floats:
 
 
 class _Figures:
-    """What happened in some steps."""
-
     def __init__(self) -> None:
         self.rollouts: list[float] = []
-        """Seconds of each rollout."""
         self.steps: list[float] = []
-        """Seconds of each step."""
         self.means: dict[int, Floats] = {}
         """Mean tokens and turns of the sessions of each new prompt."""
         self._weighted_means: dict[int, Floats] = {}

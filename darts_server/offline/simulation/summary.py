@@ -42,10 +42,11 @@ start=1.25                   for a step of N prompts 1.25 N are started, and the
 
 
 def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
-    """Return the figures of a policy. Seconds and tokens are means over steps, until `relative_to` divides them."""
+    """Return the figures of a policy. Seconds and tokens are means over steps."""
     lengths = np.concatenate([step.rollout.lengths for step in steps])
     returned = float(lengths.sum()) / len(steps)
     generated = float(np.mean([step.rollout.generated.sum() for step in steps]))
+    # `relative_to` divides tokens by those of `off`, sets the speedups, and turns the mean length into a bias.
     return {
         "policy": name,
         "rollout_seconds": float(np.mean([step.rollout.seconds for step in steps])),
@@ -58,7 +59,7 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
         "tokens_wasted": max(0.0, generated - returned),
         "idle_share": 1 - float(np.mean([step.rollout.busy_share for step in steps])),
         "length_bias": float(lengths.mean()),
-        "effective_sample_size": _effective_sample_size(steps, size),
+        "effective_sample_size": _effective_sample_share(steps, size),
         "truncated_share": sum(int(step.rollout.truncated.sum()) for step in steps) / lengths.size,
         "stale_share": sum(step.stale_tokens for step in steps) / len(steps) / returned,
         "notes": notes,
@@ -79,11 +80,8 @@ def relative_to(off: Summary, summary: Summary) -> Summary:
     return relative
 
 
-def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
-    """Return the mean of (sum w)² / sum w² / size over groups with weights w.
-
-    None if a group has no weights, see `SelectionRule.weights`.
-    """
+def _effective_sample_share(steps: Sequence[Step], size: int) -> float | None:
+    """Return the mean of (sum w)² / sum w² / size over groups with weights w, or None without weights."""
     shares_of_groups = []
     for step in steps:
         batch = step.batch
@@ -104,6 +102,7 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
 
             weights = list(rule.weights(candidates).values())
             if not weights:
+                # The rule can never return some candidates, and has no weights for any group.
                 return None
             shares_of_groups.append(sum(weights) ** 2 / sum(weight * weight for weight in weights) / size)
     return float(np.mean(shares_of_groups))

@@ -57,7 +57,6 @@ class Step:
 
     @property
     def stale_tokens(self) -> int:
-        """Number of returned tokens that an earlier step has generated."""
         return int(self.batch.generated_before[self.rollout.returned > 0].sum())
 
 
@@ -81,7 +80,6 @@ class Candidates:
     _earlier_stats: dict[int, PromptStats] = field(default_factory=dict)
 
     def build_batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
-        """``count``: maximum number of candidates of a prompt."""
         prompt_tokens = []
         lengths = []
         tail_draws = []
@@ -121,8 +119,8 @@ class Candidates:
             self._earlier_stats[number] = update_stats(None, observations, estimate_lengths(observations), 0)
         return self._earlier_stats[number]
 
-    def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Order prompts as the server does: left-over prompts first, then prompts with long groups."""
+    def in_server_order(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return left-over prompts first, then prompts with long groups."""
 
         def sort_key(prompt: Prompt) -> tuple[bool, float]:
             is_new = prompt.carried is None and prompt.attempt == 0
@@ -133,22 +131,24 @@ class Candidates:
 
 
 def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
-    """Simulate the measured steps under a policy. With long rounds whole cycles are measured, which may be more."""
+    """Simulate the measured steps under a policy."""
     needed = candidates.prompts
     recent = RecentCompletionLengths()
     state = AheadState()
     limits = AutoLimits()
     first_step = 0
+    # Warm-up and measurement are whole cycles of usual steps and one long round.
     cycle = policy.steps_per_long_round
     if policy.most_stale is not None:
         limits = AutoLimits(most_stale=policy.most_stale)
+    if policy.start == 1:
+        # Without left-over prompts the warm-up would change nothing, so only its prompts are skipped.
+        warm_up = WARM_UP
+        first_step = WARM_UP
+    elif policy.most_stale is not None:
         warm_up = LEARNING
     else:
         warm_up = cycle * ceil(WARM_UP / cycle)
-    # Without left-over prompts the warm-up would change nothing, so only its prompts are skipped.
-    if policy.start == 1:
-        warm_up = WARM_UP
-        first_step = WARM_UP
     measured_steps = cycle * ceil(candidates.steps / cycle)
 
     steps: list[Step] = []
@@ -160,6 +160,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
         left_over = []
         num_new = round(policy.start * needed) - len(prompts)
         if policy.long_rounds and len(prompts) < needed:
+            # Set left-over prompts aside until they fill a long round, a step without new prompts.
             left_over = prompts
             prompts = []
             num_new = round(policy.start * needed)
@@ -170,7 +171,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
         prompts = [*prompts, *map(Prompt, range(next_new, next_new + num_new))]
         next_new += num_new
         if policy.long_first:
-            prompts = candidates.longest_first(prompts)
+            prompts = candidates.in_server_order(prompts)
         if policy.most_stale is not None:
             choice = choose_ahead(limits, state, needed, len(prompts))
             left_over = [*prompts[choice.started :], *left_over]
@@ -199,6 +200,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
 
 def measure_outcome(step: Step, machine: Machine) -> AheadOutcome:
     returned = step.rollout.returned[step.rollout.returned.any(axis=1)]
+    # As on the server, the longest groups come first.
     longest_first = returned[np.argsort(-returned.sum(axis=1), kind="stable")]
     # The server learns the time of a decode step by the number of sequences, whose contexts have the usual length:
     # over all steps of all trajectories, the mean number of generated tokens is sum(length²) / sum(length) / 2.
@@ -206,20 +208,21 @@ def measure_outcome(step: Step, machine: Machine) -> AheadOutcome:
     times = machine.step_time
     batch_sizes = np.asarray(times.decode.batches)
     if times.drafts:
+        # With drafts, the seconds are not linear between two batch sizes of the curve.
         batch_sizes = np.union1d(batch_sizes, np.geomspace(1, machine.max_num_seqs, CURVE_POINTS).round())
     seconds, _ = times.seconds_per_token(batch_sizes, batch_sizes * mean_context)
     per_sequence = times.decode.per_sequence + float(times.per_context_token * mean_context)
     curve = LatencyCurve(tuple(batch_sizes.tolist()), tuple(seconds.tolist()), per_sequence)
     curve = curve.scaled(1 / machine.replicas)
-    # The seconds of each group in a rollout of the returned trajectories alone.
     capacity = machine.replicas * machine.max_num_seqs
-    alone = curve.completion_seconds(longest_first.ravel().tolist(), capacity).reshape(longest_first.shape)
+    seconds_without_others = curve.completion_seconds(longest_first.ravel().tolist(), capacity)
+    seconds_without_others = seconds_without_others.reshape(longest_first.shape)
     return AheadOutcome(
         returned=int(returned.sum()),
         stale=step.stale_tokens,
         generated=int(step.rollout.generated.sum()),
         seconds=step.rollout.seconds,
-        alone=alone.max(axis=1).tolist(),
+        alone=seconds_without_others.max(axis=1).tolist(),
     )
 
 

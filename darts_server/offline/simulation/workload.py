@@ -49,8 +49,8 @@ class TracedWorkload:
 
     The first candidates of a prompt are its samples in the trace. Other candidates are resampled: half of them from the
     prompt's own samples, and half from the samples of the `NEIGHBOURS` prompts with the nearest mean length, scaled to
-    the prompt's mean. Each gets normal noise of variance s² / n, where s is the std of the prompt's n samples: n values
-    that are drawn with replacement lose this share of their variance. A draw from a truncated sample is truncated.
+    the prompt's mean. Each gets normal noise of variance s² / n, where s is the std of the prompt's n samples. A draw
+    from a truncated sample is truncated.
     """
 
     def __init__(self, prompts: Sequence[TracedPrompt], max_tokens: int, seed: int) -> None:
@@ -85,6 +85,7 @@ class TracedWorkload:
         probabilities[: own_logs.size] = (OWN_SHARE if neighbours.size else 1.0) / own_logs.size
 
         chosen = rng.choice(values.size, num_drawn, p=probabilities)
+        # A draw with replacement from n values loses the share 1 / n of their variance.
         noise_std = own_logs.std(ddof=1) / np.sqrt(own_logs.size) if own_logs.size > 1 else 0.0
         drawn = values[chosen]
         noisy = drawn + noise_std * rng.standard_normal(num_drawn)
@@ -102,15 +103,10 @@ value is interpolated linearly."""
 
 @dataclass(frozen=True, slots=True)
 class FittedWorkload:
-    """Prompts and lengths from fitted distributions."""
-
     medians: Quantiles
-    """Medians of prompts' lengths."""
     ratios: Quantiles
-    """Ratios of lengths to their prompt's median."""
     max_tokens: int
     prompt_median: float
-    """Median of prompts' tokens."""
     prompt_spread: float
     """Std of the logarithm of prompts' tokens."""
 
@@ -153,11 +149,9 @@ class _Fields(NamedTuple):
     """Number of a sample's prompt."""
     sample_prompt_tokens: str
     generated: str
-    """Tokens that a turn generated."""
     tools: str
     """Tool calls."""
     added: str
-    """Tokens that a tool call adds."""
 
 
 _FIELDS = {
@@ -205,7 +199,6 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
 
 
 def describe_trace(prompts: Sequence[TracedPrompt], max_tokens: int) -> str:
-    """Describe the lengths of a trace in a line, if trajectories end at ``max_tokens``."""
     traced_lengths = np.concatenate([prompt.lengths for prompt in prompts])
     lengths = np.minimum(traced_lengths, max_tokens)
     truncated_share = float((lengths == max_tokens).mean())
@@ -249,6 +242,7 @@ def _read_trace(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | 
         cap = None
         if is_jsonl and line.get("cap") is not None:
             cap = _read_count(line, "cap", place)
+        # In PolyTrace, a line without `output` is one sample with turns.
         has_turns = "turns" in line if is_jsonl else "output" not in line
         if has_turns:
             step_and_prompt = (str(line.get("step")), _read_count(line, fields.group, place, 0))
@@ -276,7 +270,6 @@ def _read_trace(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | 
 
 
 def _read_session(line: Mapping[str, Any], fields: _Fields, place: str) -> Session:
-    """Read a sample with several turns."""
     tools = _read_objects(line, fields.tools, place)
     added_tokens = _read_count(line, fields.sample_prompt_tokens, place)
     tool_seconds = 0.0

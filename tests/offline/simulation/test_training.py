@@ -107,11 +107,11 @@ def test_long_prompts_can_come_first() -> None:
     for one, other in zip(given, ordered, strict=True):
         assert sorted(one.batch.lengths.tolist()) == sorted(other.batch.lengths.tolist())
     first_step = [Prompt(number) for number in range(12)]
-    numbers = [prompt.number for prompt in drawn.longest_first(first_step)]
+    numbers = [prompt.number for prompt in drawn.in_server_order(first_step)]
     means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier_stats(number)) is not None]
     assert means == sorted(means, reverse=True)
     new = candidates(steps=1, knows_prompts=False)
-    assert new.longest_first(first_step) == first_step
+    assert new.in_server_order(first_step) == first_step
     deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn)
     assert [np.isfinite(step.rollout.completed_at).sum() for step in deferring] == [12, 12]
 

@@ -52,8 +52,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How a batch is rolled out."""
-
     size: int
     """Group size M."""
     candidates: Sequence[int]
@@ -84,6 +82,7 @@ class BatchPlan:
         candidates, _ = allocate_evenly(max(mean_candidates, least), len(stds))
         if shaping.adaptive:
             candidates = allocate_by_std(stds, budget=sum(candidates), low=least, high=most)
+        # With so many candidates, a group does not wait for its tail.
         saturated = [shaping.is_saturated(size, count) for count in candidates]
         return cls(size, candidates, shaping, saturated, needed_groups)
 
@@ -95,7 +94,6 @@ class BatchPlan:
         return self.shaping.deadline
 
     def with_recent(self, recent: RecentCompletionLengths) -> "BatchPlan":
-        """Return the plan with the deadline of earlier groups."""
         if self.shaping is None or self.deadline is None:
             return self
         deadline = replace(self.deadline, recent=recent.quantile(self.deadline))

@@ -34,14 +34,10 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step."""
-
     decode: LatencyCurve
     """Seconds by the number of running sequences."""
     per_context_token: float = 0.0
-    """Seconds for each token in the KV cache."""
     per_prefill_token: float = 0.0
-    """Seconds for each prefilled token."""
     per_start: float = 0.0
     """Seconds for each admitted sequence, see `latency.start_seconds`."""
     drafts: tuple[float, ...] = ()
@@ -107,8 +103,8 @@ def place_groups(candidates: Sequence[int], replicas: int) -> Ints:
 class Clock:
     """Schedule of one engine.
 
-    A stay of a sequence lasts from its admission until it ends or is preempted. In a part of the schedule the same
-    sequences run: k steps of it take ``prefill`` + ``linear`` k + ``square`` k (k - 1) / 2 seconds.
+    In a part of the schedule the same sequences run. Its k-th step takes ``first_step_seconds`` + (k - 1)
+    ``step_growth`` seconds.
     """
 
     rows: Ints
@@ -117,10 +113,9 @@ class Clock:
     """Step at which each candidate is admitted first, or infinity, shape (G, C)."""
     end_steps: Floats
     """Step at which each candidate has ended, or infinity, shape (G, C)."""
-    stay_candidates: Ints
+    candidate_of_stay: Ints
     """Candidate of each stay, as an index into G * C."""
     stay_begins: Floats
-    """First step of each stay."""
     stay_ends: Floats
     """Step after each stay."""
     part_steps: Floats
@@ -128,10 +123,10 @@ class Clock:
     part_seconds: Floats
     """Seconds at which ``part_steps`` are done."""
     num_running: Floats
-    """Running sequences of each part."""
     prefill: Floats
-    linear: Floats
-    square: Floats
+    """Seconds of prefills and starts in each part."""
+    first_step_seconds: Floats
+    step_growth: Floats
 
     @staticmethod
     def of(batch: Batch, machine: Machine, rows: Ints, run_tokens: Floats) -> "Clock":
@@ -144,7 +139,7 @@ class Clock:
         tokens = run_tokens[group, index]
         carried = batch.generated_before[rows][group, index].astype(np.float64)
         prompts = batch.prompt_tokens[rows][group].astype(np.float64)
-        stay_candidates = np.ravel_multi_index((group, index), run_tokens.shape)
+        candidate_of_stay = np.ravel_multi_index((group, index), run_tokens.shape)
         is_first_of_group = np.diff(group, prepend=-1) > 0
         cache_tokens = inf
         if machine.kv_blocks is not None:
@@ -154,7 +149,8 @@ class Clock:
         own = unshared_prompt + carried + (machine.block_size - 1) / 2
         shared = prompts - unshared_prompt
 
-        # `context`: tokens in the KV cache when a stay begins. `prefilled`: new tokens among them.
+        # A stay lasts from the admission of a sequence until it ends or is preempted. `context`: tokens in the KV cache
+        # when a stay begins. `prefilled`: new tokens among them.
         most_tokens = (own + tokens).sum() + shared[is_first_of_group].sum()
         if tokens.size <= machine.max_num_seqs and most_tokens <= cache_tokens:
             # All sequences run from the first step on.
@@ -169,16 +165,15 @@ class Clock:
             sequence_numbers, stay_begins, stay_ends, generated_before, is_alone = np.asarray(stays).T
             sequence = sequence_numbers.astype(np.int64)
             kept = carried[sequence] + generated_before
-            stay_candidates = stay_candidates[sequence]
+            candidate_of_stay = candidate_of_stay[sequence]
             context = prompts[sequence] + kept
             prefilled = kept + np.where(is_alone > 0, prompts[sequence], unshared_prompt[sequence])
 
-        # The time of a step changes only when a stay begins or ends.
+        # A part lies between two steps in which a stay begins or ends.
         part_steps, part = np.unique(np.concatenate([stay_begins, stay_ends]), return_inverse=True)
         begin_parts, end_parts = np.split(part, 2)
 
         def sum_running(values: Floats) -> Floats:
-            """Sum ``values`` over the running stays of each part."""
             begun = np.bincount(begin_parts, values, part_steps.size)
             ended = np.bincount(end_parts, values, part_steps.size)
             return np.cumsum(begun - ended)[:-1]
@@ -187,42 +182,42 @@ class Clock:
         num_running = sum_running(np.ones_like(stay_begins))
         # Each running stay has its first context, and a token for each step since its begin.
         context_tokens = sum_running(context) + num_running * part_steps[:-1] - sum_running(stay_begins)
-        linear, square = times.seconds_per_token(num_running, context_tokens)
+        first_step_seconds, step_growth = times.seconds_per_token(num_running, context_tokens)
         num_admitted = np.bincount(begin_parts, minlength=part_steps.size)
         prefilled_tokens = np.bincount(begin_parts, prefilled, part_steps.size)
         prefill = times.per_prefill_token * prefilled_tokens + times.per_start * num_admitted
         prefill = np.asarray(prefill[:-1], dtype=np.float64)
         steps = np.diff(part_steps)
-        part_seconds = np.cumsum(prefill + linear * steps + square * steps * (steps - 1) / 2)
+        part_seconds = np.cumsum(prefill + first_step_seconds * steps + step_growth * steps * (steps - 1) / 2)
         part_seconds = np.concatenate([[0.0], part_seconds])
 
         # A preempted candidate has several stays.
         start_steps = np.full(run_tokens.shape, inf)
         end_steps = np.full(run_tokens.shape, -inf)
-        np.minimum.at(start_steps.reshape(-1), stay_candidates, stay_begins)
-        np.maximum.at(end_steps.reshape(-1), stay_candidates, stay_ends)
+        np.minimum.at(start_steps.reshape(-1), candidate_of_stay, stay_begins)
+        np.maximum.at(end_steps.reshape(-1), candidate_of_stay, stay_ends)
         end_steps[run_tokens == 0] = inf
         return Clock(
             rows,
             start_steps,
             end_steps,
-            stay_candidates,
+            candidate_of_stay,
             stay_begins,
             stay_ends,
             part_steps,
             part_seconds,
             num_running,
             prefill,
-            linear,
-            square,
+            first_step_seconds,
+            step_growth,
         )
 
     def seconds_at(self, steps: Floats) -> Floats:
         """Return the seconds at which ``steps`` steps are done, at most the end."""
-        part = np.clip(np.searchsorted(self.part_steps, steps, side="left") - 1, 0, self.linear.size - 1)
+        part = np.clip(np.searchsorted(self.part_steps, steps, side="left") - 1, 0, self.first_step_seconds.size - 1)
         steps_in_part = np.minimum(steps, self.part_steps[-1]) - self.part_steps[part]
-        seconds = self.prefill[part] + self.linear[part] * steps_in_part
-        seconds = seconds + self.square[part] * steps_in_part * (steps_in_part - 1) / 2
+        seconds = self.prefill[part] + self.first_step_seconds[part] * steps_in_part
+        seconds = seconds + self.step_growth[part] * steps_in_part * (steps_in_part - 1) / 2
         return np.asarray(self.part_seconds[part] + np.where(steps_in_part > 0, seconds, 0.0))
 
     def completion_seconds(self, completion_steps: Floats) -> Floats:
@@ -234,7 +229,7 @@ class Clock:
         """Return the tokens of each candidate, with those of the current step, shape (G, C)."""
         steps = self.steps_begun_at(seconds)
         tokens_of_stays = np.clip(steps - self.stay_begins, 0, self.stay_ends - self.stay_begins)
-        tokens = np.bincount(self.stay_candidates, tokens_of_stays, self.start_steps.size)
+        tokens = np.bincount(self.candidate_of_stay, tokens_of_stays, self.start_steps.size)
         return tokens.astype(np.float64).reshape(self.start_steps.shape)
 
     def busy_until(self, seconds: float) -> float:
@@ -247,17 +242,17 @@ class Clock:
         part = int(np.searchsorted(self.part_seconds, seconds)) - 1
         if part < 0:
             return 0.0
-        if part >= self.linear.size:
+        if part >= self.first_step_seconds.size:
             return float(self.part_steps[-1])
         # Floats of Python, because the search computes with single numbers.
         first_step = float(self.part_steps[part])
         begin = float(self.part_seconds[part])
         prefill = float(self.prefill[part])
-        linear = float(self.linear[part])
-        square = float(self.square[part])
+        first_step_seconds = float(self.first_step_seconds[part])
+        step_growth = float(self.step_growth[part])
 
         def seconds_after(steps: int) -> float:
-            return begin + (prefill + linear * steps + square * steps * (steps - 1) / 2)
+            return begin + (prefill + first_step_seconds * steps + step_growth * steps * (steps - 1) / 2)
 
         # The part's last step needs no test: the part does not end before `seconds`.
         tested_steps = range(1, int(self.part_steps[part + 1] - first_step))
@@ -274,7 +269,7 @@ class Clocks:
 
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, machine: Machine, run_tokens: Floats) -> "Clocks":
-        """Schedule all groups on their engines. ``run_tokens``: see `Clock.of`."""
+        """``run_tokens``: see `Clock.of`."""
         engine_of_group = place_groups(plan.candidates, machine.replicas)
         clocks = []
         for engine in range(machine.replicas):
@@ -309,9 +304,7 @@ def _schedule_stays(
 ) -> list[list[float]]:
     """Schedule sequences, and return a row for each stay.
 
-    A row has the sequence, the steps of begin and end, the tokens that were generated before, and whether no other
-    sequence of its group runs. Groups ascend. ``own`` and ``shared`` are tokens in the KV cache, and ``tokens`` will be
-    generated.
+    Groups ascend. ``own`` and ``shared`` are tokens in the KV cache, and ``tokens`` will be generated.
     """
     waiting = deque(range(len(tokens)))
     # Row of the stay of each running sequence, in the order of admission.
@@ -321,6 +314,8 @@ def _schedule_stays(
     # Step at which each running sequence ends, unless it is preempted.
     end_steps = [0.0] * len(tokens)
     end_heap: list[tuple[float, int]] = []
+    # Rows: sequence, step of the begin, step of the end, tokens generated before, and whether no other sequence of the
+    # group runs.
     stays: list[list[float]] = []
     step = 0.0
     while waiting or running:
@@ -344,8 +339,9 @@ def _schedule_stays(
             heappush(end_heap, (end_steps[sequence], sequence))
             stays.append([sequence, step, inf, tokens[sequence] - missing_tokens[sequence], is_alone])
 
-        # Run until a sequence ends or the KV cache is full.
+        # Run until a sequence ends, or the cache is full.
         next_step, sequence = end_heap[0]
+        # The first step for which the KV cache is too small: this step, if the cache is too small already.
         full_step = inf
         if free_tokens < inf:
             full_step = max(step + free_tokens // len(running) + 1, step)

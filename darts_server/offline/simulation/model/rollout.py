@@ -50,7 +50,6 @@ class Rollout:
 
     @property
     def lengths(self) -> Floats:
-        """Tokens of all returned trajectories."""
         return self.returned[self.returned > 0]
 
     @property
@@ -75,11 +74,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownDeadline:
-    """A deadline, and when it becomes known."""
-
     tokens: int
     cut_length: int
-    """Length at which every candidate is cut."""
     known_at_steps: Floats
     """Steps that each group has run at that moment, shape (G, 1)."""
     is_incomplete: Bools
@@ -89,7 +85,7 @@ class KnownDeadline:
 
 @dataclass(slots=True, eq=False)
 class Ends:
-    """How candidates end. ``returned`` and ``truncated`` are as in `Rollout`."""
+    """``returned`` and ``truncated`` are as in `Rollout`."""
 
     run_steps: Floats
     """Steps of each candidate, shape (G, C)."""
@@ -102,7 +98,6 @@ class Ends:
 
 
 def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
-    """Simulate one rollout, in which all prompts are submitted at once."""
     counts = np.asarray(plan.candidates)
     saturated = np.asarray(plan.saturated or [False] * len(plan.candidates))
     # A policy has one rule for saturated prompts and another rule for all others.
@@ -141,13 +136,14 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
         for clock in clocks.clocks:
             generated[clock.rows] = clock.generated_until(seconds)
 
+    # A group that completes before its need is known, without a cut, has no completion length.
     completion_lengths: list[int] = []
-    has_need = report_steps <= ends.completion_steps
+    has_reported_need = report_steps <= ends.completion_steps
     for group in completed:
-        if has_need[group]:
+        if has_reported_need[group]:
             completion_lengths.append(int(needs[group]))
         elif ends.has_cut[group]:
-            # 0 stands for a group that was cut before its completion length was known.
+            # 0 stands for a group that was cut before its need was known.
             completion_lengths.append(0)
     deadline_tokens = None
     if deadline is not None and deadline.known_at_seconds <= seconds * (1 + TOLERANCE):
@@ -173,39 +169,41 @@ def _find_deadline(
 ) -> KnownDeadline | None:
     """Return the deadline that the cohort computes from its groups' reports, or None if it never becomes known.
 
-    Each group needs ``needs`` tokens, and reports them after ``report_steps``.
+    Each group reports its ``needs`` after ``report_steps``.
     """
     cohort = CohortDeadline(rule, needs.size)
-    has_need = report_steps <= completion_steps
+    has_reported_need = report_steps <= completion_steps
     # When each group reports its need, or is complete without a need. Infinite after that.
-    last_event_at = clocks.seconds_at(np.where(has_need, report_steps, completion_steps))
-    # When each group reports that it needs more than the limit.
+    last_event_at = clocks.seconds_at(np.where(has_reported_need, report_steps, completion_steps))
+    # When each group reports that it needs more than the limit. After such reports of all other groups, the deadline is
+    # known while they still run.
     limit = None
-    passing_steps = np.full(needs.size, inf)
-    passes_at = np.full(needs.size, inf)
+    limit_passed_steps = np.full(needs.size, inf)
+    limit_passed_at = np.full(needs.size, inf)
     group = -1
     now = 0.0
     while cohort.tokens is None:
         if cohort.pending_cut_length not in (None, limit):
             limit = cohort.pending_cut_length
-            passing_steps = np.maximum(clocks.steps_begun_at(now), limit)
-            passes_at = np.where(last_event_at < inf, clocks.seconds_at(passing_steps), inf)
+            limit_passed_steps = np.maximum(clocks.steps_begun_at(now), limit)
+            limit_passed_at = np.where(last_event_at < inf, clocks.seconds_at(limit_passed_steps), inf)
         # Among groups that report at the same time, the first group comes first.
-        group = int(np.minimum(last_event_at, passes_at).argmin())
-        now = float(min(last_event_at[group], passes_at[group]))
+        group = int(np.minimum(last_event_at, limit_passed_at).argmin())
+        now = float(min(last_event_at[group], limit_passed_at[group]))
         if now == inf:
             return None
-        if passes_at[group] < last_event_at[group]:
-            cohort.report_minimum(group, int(passing_steps[group]) + 1)
-        elif has_need[group]:
+        if limit_passed_at[group] < last_event_at[group]:
+            cohort.report_minimum(group, int(limit_passed_steps[group]) + 1)
+        elif has_reported_need[group]:
             cohort.report_need(group, int(needs[group]))
             last_event_at[group] = inf
         else:
             if limit is not None:
+                # The group can have no need any more. Groups of the server report this before they are removed.
                 cohort.report_minimum(group, None)
             cohort.remove(group)
             last_event_at[group] = inf
-        passes_at[group] = inf
+        limit_passed_at[group] = inf
 
     # The deadline does not change groups that are complete. In the step in which it becomes known, the groups before
     # the last reporter were processed already.
@@ -258,6 +256,7 @@ class Groups:
         ``counts``: candidates of each group. ``mean_candidates``: their mean in the cohort. Both results have the shape
         (G,), and are infinite for a group with too few valid candidates.
         """
+        # A group with fewer candidates than the mean needs an earlier place, so that it has spare candidates, too.
         shortest_first = np.sort(np.where(self.valid, self.lengths, inf), axis=1)
         places = [place_of_need(self.rule.completion_place, int(count), mean_candidates) for count in counts]
         needs = shortest_first[np.arange(len(places)), np.asarray(places) - 1]
@@ -275,14 +274,16 @@ class Groups:
             is_incomplete = deadline.is_incomplete[self.rows]
             deadline = replace(deadline, known_at_steps=known_at, is_incomplete=is_incomplete)
             # A deadline of earlier groups may become known after candidates have passed the cut length.
-            limit = np.maximum(deadline.cut_length, known_at)
-            limit = np.where(is_incomplete & np.isfinite(lengths), limit, inf)
-            lengths = np.minimum(lengths, limit)
+            run_limit = np.maximum(deadline.cut_length, known_at)
+            run_limit = np.where(is_incomplete & np.isfinite(lengths), run_limit, inf)
+            lengths = np.minimum(lengths, run_limit)
         is_cut = lengths < self.lengths
         ends = self._select(lengths, self.valid & ~is_cut, deadline)
         if deadline is not None:
             ends.returned = np.where(is_cut, np.minimum(ends.returned, deadline.cut_length), ends.returned)
-            ends.has_cut |= (is_cut & (ends.run_steps == lengths)).any(axis=1)
+            # The selection stops some candidates before their cut.
+            runs_to_cut = is_cut & (ends.run_steps == lengths)
+            ends.has_cut |= runs_to_cut.any(axis=1)
         # So far a step is a token. Tokens of earlier rollouts take no step.
         if self.carried_tokens.any():
             ends.run_steps = np.maximum(ends.run_steps - self.carried_tokens, 0.0)
@@ -304,8 +305,7 @@ class Groups:
             """Return the length of the ``place``-th shortest valid candidate, shape (G, 1), or infinity."""
             return shortest_first[:, place - 1 : place]
 
-        def end_uncut(run_steps: Floats, is_returned: Bools) -> Ends:
-            """Return ends at which no trajectory is cut."""
+        def build_ends(run_steps: Floats, is_returned: Bools) -> Ends:
             run_steps = np.where(is_started, np.minimum(run_steps, lengths), 0.0)
             returned = np.where(is_returned, run_steps, 0.0)
             no_cut = np.zeros(run_steps.shape[0], dtype=bool)
@@ -313,16 +313,16 @@ class Groups:
 
         rule = self.rule
         if isinstance(rule, InOrder):
-            return end_uncut(lengths, is_started)
+            return build_ends(lengths, is_started)
         is_short = valid & (rank < rule.num_shortest)
         if isinstance(rule, DualEnd) and rule.num_longest:
             first_tail_rank = np.maximum(num_valid - rule.num_longest, rule.num_shortest)
             is_tail = (rank >= first_tail_rank) & (rank < num_valid)
             # Truncated candidates fill the places that valid candidates leave.
             is_fill = (num_valid < rule.size) & (rank < rule.size) & is_started
-            return end_uncut(lengths, is_short | is_tail | is_fill)
+            return build_ends(lengths, is_short | is_tail | is_fill)
         if not isinstance(rule, SampledTail):
-            return end_uncut(nth_shortest(rule.size), (rank < rule.size) & is_started)
+            return build_ends(nth_shortest(rule.size), (rank < rule.size) & is_started)
 
         # The lowest draws win the places of a sampled tail, and the places that short candidates leave.
         may_win = is_started & ~is_short
@@ -332,7 +332,7 @@ class Groups:
         wins = may_win & (draw_rank < num_winners)
         short_end = nth_shortest(rule.num_shortest)
         if not isinstance(rule, CutTail):
-            return end_uncut(np.where(wins, lengths, short_end), is_short | wins)
+            return build_ends(np.where(wins, lengths, short_end), is_short | wins)
 
         need = nth_shortest(rule.completion_place)
         tail_end = np.where(wins, lengths, 0.0).max(axis=1, keepdims=True)
@@ -342,17 +342,18 @@ class Groups:
         if deadline is not None:
             deadline_tokens = deadline.tokens
             known_at = deadline.known_at_steps
+            # The tail is cut at the deadline, but not before the group's need, and at the latest at the cut length.
             cut_at = np.minimum(np.maximum(deadline_tokens, need), deadline.cut_length)
             cut_at = np.where(deadline.is_incomplete, cut_at, inf)
         # A group is complete when its K shortest candidates and the tail have ended, although longer candidates still
         # run, unless the tail may still turn out to be cut.
         early_end = np.maximum(short_end, tail_end)
         ends_before_known = early_end < known_at.max(axis=1, keepdims=True)
-        is_early = (early_end < need) & (ends_before_known | (tail_end <= deadline_tokens))
+        completes_early = (early_end < need) & (ends_before_known | (tail_end <= deadline_tokens))
         # No candidate is cut before the deadline is known.
-        run_steps = np.where(wins, np.maximum(cut_at, known_at), np.where(is_early, early_end, need))
-        ends = end_uncut(run_steps, is_short | wins)
-        is_cut = wins & (lengths > cut_at) & ~is_early
+        run_steps = np.where(wins, np.maximum(cut_at, known_at), np.where(completes_early, early_end, need))
+        ends = build_ends(run_steps, is_short | wins)
+        is_cut = wins & (lengths > cut_at) & ~completes_early
         ends.returned = np.where(is_cut, np.broadcast_to(cut_at, is_cut.shape), ends.returned)
         ends.truncated |= is_cut
         ends.has_cut = is_cut.any(axis=1)

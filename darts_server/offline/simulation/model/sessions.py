@@ -33,6 +33,7 @@ from darts_server.offline.simulation.model.engines import TOLERANCE, Machine, pl
 from darts_server.policy.deadline import CohortDeadline, place_of_need
 from darts_server.types import FinishReason
 
+NO_SESSION = -1
 UNITS_PER_SECOND = 1_000_000
 """A group counts whole numbers, and the shortest decode steps take a millisecond."""
 
@@ -91,7 +92,6 @@ class SessionRun:
     admitted_at_step: float = 0.0
     """Step in which the current stay in the batch began."""
     tool_began_at: float = 0.0
-    """Seconds at which the current tool call began."""
     next_event_step: float = inf
     """Step at which the running session ends its turn or must report its progress."""
 
@@ -105,7 +105,6 @@ class SessionRun:
         return self.session.turns[0].added
 
     def return_from_tool(self) -> None:
-        """Begin the next turn, in the queue of the engine."""
         turn = self.session.turns[self.turns]
         self.tool_seconds += turn.tool_seconds
         self.context += turn.added
@@ -115,8 +114,6 @@ class SessionRun:
 
 @dataclass(slots=True, eq=False)
 class SessionGroup:
-    """A group in a rollout."""
-
     group: Group
     runs: list[SessionRun]
     engine: "_Engine"
@@ -131,8 +128,6 @@ class SessionGroup:
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """One engine: its queue, its batch, its KV cache and its clock."""
-
     machine: Machine
     by_seconds: bool
     """Whether groups count time, see `SessionRollout`."""
@@ -148,10 +143,9 @@ class _Engine:
     """Tokens in the KV caches of sequences that do not run, the least recently used first."""
     prompt_holders: Counter[int] = field(default_factory=Counter)
     """Sessions of each group that are not over and have a KV cache. They share the cache of their prompt."""
-    alarms: list[tuple[float, int, int]] = field(default_factory=lambda: [(inf, 0, -1)])
-    """Heap of seconds, each with a group, and with the index of its session that returns from a tool or with -1."""
+    alarms: list[tuple[float, int, int]] = field(default_factory=lambda: [(inf, 0, NO_SESSION)])
+    """Heap of seconds, each with a group, and the index of its session that returns from a tool. It is never empty."""
     context_tokens: float = 0.0
-    """Tokens of all running sequences."""
     extra_seconds: float = 0.0
     """Seconds by which the next step takes longer: prefills and starts."""
     planned: tuple[float, float] = (0.0, 0.0)
@@ -168,7 +162,6 @@ class _Engine:
         return run.context - self.shared_cache_tokens(run) + (self.machine.block_size - 1) / 2
 
     def release_prompt(self, run: SessionRun) -> None:
-        """Count one holder less of the group's prompt, which is dropped without holders."""
         self.prompt_holders[run.group] -= 1
         if not self.prompt_holders[run.group]:
             self.free_tokens += self.shared_cache_tokens(run)
@@ -216,12 +209,12 @@ class _Engine:
         else:
             run.tool_seconds += self.now - run.tool_began_at
         run.state = State.OVER
-        # Its own cache stays until the space is needed, as vLLM's prefix cache does.
+        # Its own cache stays until the space is needed, as in vLLM. A session without a cache does not hold the prompt.
         if run in self.idle_caches:
             self.release_prompt(run)
 
     def schedule(self) -> list[SessionRun]:
-        """Preempt sequences that do not fit into the KV cache. Admit sequences from the queue, and return them."""
+        """Preempt and admit sequences, and return the admitted sequences."""
         while self.free_tokens < 0 and (self.idle_caches or len(self.running) > 1):
             if not self.idle_caches:
                 # Preempt the sequence that was admitted last, and evict its cache.
@@ -282,7 +275,7 @@ class _Engine:
             return
         steps = min(run.next_event_step for run in self.running) - self.step
         if self.free_tokens < inf and (self.idle_caches or num_running > 1):
-            # Then the KV cache is full.
+            # After so many steps the KV cache is too small, and `schedule` evicts a cache or preempts a sequence.
             steps = min(steps, self.free_tokens // num_running + 1)
         if alarm < self.now + self.seconds_of_steps(steps):
             # Run to the first step that ends after the alarm.
@@ -345,8 +338,8 @@ class SessionRollout:
                 SessionRun(session, number, index, session.turns[0].added)
                 for index, session in enumerate(sessions_of_group)
             ]
-            place = place_of_need(rule.completion_place, count, plan.mean_candidates)
-            self.groups.append(SessionGroup(group, runs, engine_of_group[number], place))
+            needed_place = place_of_need(rule.completion_place, count, plan.mean_candidates)
+            self.groups.append(SessionGroup(group, runs, engine_of_group[number], place_of_need=needed_place))
         # Carried groups may have another number and another engine than in their earlier rollout.
         for number, member in enumerate(self.groups):
             member.engine = engine_of_group[number]
@@ -371,7 +364,7 @@ class SessionRollout:
             engine.run_planned_steps()
             due_groups = self._move_sessions(engine)
             changed_groups = set(due_groups)
-            # Groups decide in their order, as long as there are events.
+            # Groups decide in their order, until their decisions cause no more events.
             while due_groups and not self.is_over:
                 number = min(due_groups)
                 deadline_before = (self.cohort.tokens, self.cohort.pending_cut_length)
@@ -383,7 +376,7 @@ class SessionRollout:
                         if member.engine is engine:
                             due_groups.add(other)
                         else:
-                            heappush(member.engine.alarms, (engine.now, other, -1))
+                            heappush(member.engine.alarms, (engine.now, other, NO_SESSION))
                             member.engine.plan_until_next_event()
                     changed_groups |= due_groups
             self.seconds = engine.now
@@ -394,7 +387,8 @@ class SessionRollout:
         incomplete = [number for number, member in enumerate(self.groups) if member.group.outcome is None]
         for engine in {self.groups[number].engine for number in incomplete}:
             if engine.now < self.seconds * (1 - TOLERANCE):
-                heappush(engine.alarms, (self.seconds, 0, -1))
+                # The engine stops at the alarm. Its group does not matter.
+                heappush(engine.alarms, (self.seconds, 0, NO_SESSION))
                 engine.plan_until_next_event()
                 engine.run_planned_steps()
         for number in incomplete:
@@ -418,7 +412,7 @@ class SessionRollout:
                 run.return_from_tool()
 
     def _move_sessions(self, engine: _Engine) -> set[int]:
-        """Send sessions into tools and back into the queue. Return the groups with events."""
+        """Return the groups with events."""
         due_groups = set()
         for run in [run for run in engine.running if run.next_event_step <= engine.step]:
             due_groups.add(run.group)
@@ -433,7 +427,7 @@ class SessionRollout:
             due_groups.add(number)
             run = self.groups[number].runs[index]
             # A session that was stopped in its tool does not return.
-            if index >= 0 and run.state is State.IN_TOOL:
+            if index != NO_SESSION and run.state is State.IN_TOOL:
                 run.return_from_tool()
                 engine.waiting.append(run)
         return due_groups
@@ -460,7 +454,8 @@ class SessionRollout:
             events.append(DeadlineSet(deadline_tokens, self.deadline.cut_length_of(deadline_tokens)))
         decisions = group.handle(*events)
 
-        # Report to the cohort the length that the group needs, or the least length that it can still need.
+        # Report to the cohort the length that the group needs. Until then, report the least length that it can need, if
+        # the cohort waits for groups that may need more than its cut length.
         if member.needed_length is None:
             member.needed_length = group.selector.nth_shortest_length(member.place_of_need)
             if member.needed_length is not None:
@@ -477,13 +472,12 @@ class SessionRollout:
                 case Complete():
                     self.completed.append(number)
                     self.cohort.remove(number)
-                    # 0 stands for a group that was cut before its completion length was known.
+                    # 0 stands for a group that was cut before its need was known. A group without a cut adds no length.
                     if member.needed_length is not None or any(candidate.cut for candidate in group.candidates):
                         self.completion_lengths.append(member.needed_length or 0)
         return bool(events)
 
     def _schedule(self, engine: _Engine, changed_groups: set[int]) -> None:
-        """Schedule an engine, and set the next events of sessions in changed groups."""
         changed_groups.update(run.group for run in engine.schedule())
         for number in changed_groups:
             member = self.groups[number]
@@ -496,9 +490,11 @@ class SessionRollout:
                 length = engine.length_so_far(run)
                 report_lengths = [each for each in (check_lengths.get(run.index, inf), limit) if each > length]
                 if engine.by_seconds:
-                    for units in report_lengths:
-                        heappush(engine.alarms, (units / UNITS_PER_SECOND, number, -1))
+                    # The length of a session is the time since the rollout began, even while the session waits.
+                    for length_in_units in report_lengths:
+                        heappush(engine.alarms, (length_in_units / UNITS_PER_SECOND, number, NO_SESSION))
                     report_lengths = []
                 tokens_at_next_event = min([run.turn_end, *report_lengths])
+                # This is read only while the session runs.
                 run.next_event_step = run.admitted_at_step + tokens_at_next_event - run.tokens
         engine.plan_until_next_event()
