@@ -83,7 +83,7 @@ def _find_matches(compiled: Any, text: str) -> Iterator[str | None]:
 
 
 def _find_boxes(text: str) -> Iterator[str | None]:
-    r"""Find the content of the last complete ``\boxed{}``, with inner braces. Of nested boxes the innermost counts."""
+    r"""Find the content of the last complete ``\boxed{}``, with inner braces."""
     box_starts = {box.end() for box in BOX.finditer(text)}
     answer_start = 0
     answer_end = 0
@@ -94,6 +94,7 @@ def _find_boxes(text: str) -> Iterator[str | None]:
             open_braces.append(found.end())
         elif found[0] == "}" and open_braces:
             start = open_braces.pop()
+            # The box that begins last counts: of nested boxes, the inner box.
             if start in box_starts and start > answer_start:
                 answer_start = start
                 answer_end = found.start()
@@ -115,6 +116,7 @@ def _find_choices(choices: Sequence[str], text: str) -> Iterator[str | None]:
                 break
             # It is a part of a longer word, so search before it.
             start = text.rfind(choice, 0, end - 1)
+        # The caller may stop here if the choices take too long.
         yield normalise(best[2])
 
 

@@ -33,7 +33,6 @@ MAX_FACTOR = 16.0
 RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
 BINS_PER_DOUBLING = round(log(2) / log(RATIO_STEP))
-"""Number of bins between a length and twice that length."""
 LAST_BIN = ceil(log(MAX_FACTOR) / log(RATIO_STEP)) + 1
 """Bin of answers beyond `MAX_FACTOR`."""
 
@@ -62,8 +61,8 @@ class Losses(ABC):
     """Losses at a deadline, read from a histogram of the lengths of right answers, or of groups with a right answer."""
 
     __slots__ = ()
-    has_whole_bins: ClassVar[bool]
-    """Whether bins are lost as a whole. Otherwise the weight in a bin is spread evenly in the logarithm of length."""
+    loses_whole_bins: ClassVar[bool]
+    """If not, the weight in a bin is spread evenly in the logarithm of length."""
 
     @abstractmethod
     def _estimate_uncut(self) -> Sequence[float] | None:
@@ -73,8 +72,9 @@ class Losses(ABC):
         weights = self._estimate_uncut()
         if weights is None:
             return None
+        # The bin of the factor is kept as a whole, or up to the factor.
         kept_bins = float(_bin_of(factor))
-        if not self.has_whole_bins:
+        if not self.loses_whole_bins:
             kept_bins = log(factor) / log(RATIO_STEP)
         first_lost = floor(kept_bins) + 1
         lost = sum(weights[first_lost:])
@@ -93,8 +93,9 @@ class Losses(ABC):
         lost = 0.0
         for number in range(LAST_BIN, 0, -1):
             if lost + weights[number] > allowed:
+                # A part of this bin may still be lost.
                 lost_part = 0.0
-                if not self.has_whole_bins:
+                if not self.loses_whole_bins:
                     lost_part = (allowed - lost) / weights[number]
                 return float(min(RATIO_STEP ** (number - lost_part), MAX_FACTOR))
             lost += weights[number]
@@ -114,7 +115,7 @@ class DeadlineLosses(Losses):
     explored because too few right answers were known.
     """
 
-    has_whole_bins = False
+    loses_whole_bins = False
 
     right: Histogram = EMPTY
     cut: Histogram = EMPTY
@@ -134,14 +135,10 @@ class DeadlineLosses(Losses):
 
     @property
     def should_explore_first(self) -> bool:
-        """Whether the next cohort should explore, because rewards are reported but few right answers are known."""
         return self.is_rewarded and self.explored < MIN_RIGHT and self.first_groups < MAX_FIRST_GROUPS
 
     def with_answers(self, answers: Sequence[Answer], explored: bool, max_share: float) -> "DeadlineLosses":
-        """Return the losses after the answers of another group.
-
-        ``max_share``: largest share of right answers that deadlines may lose.
-        """
+        """``max_share``: largest share of right answers that deadlines may lose."""
         right = [answer for answer in answers if answer.is_right]
         cut = [answer for answer in answers if answer.cut and not answer.is_right]
         # The smaller the share, and the more candidates an answer represents, the more answers are remembered.
@@ -151,17 +148,19 @@ class DeadlineLosses(Losses):
         losses = replace(
             self,
             right=_with_answers(self.right, right, fade),
-            cut=_with_answers(self.cut, cut, fade, _nearest_bin_of),
+            # The answer would have ended in a later bin than its cut.
+            cut=_with_answers(self.cut, cut, fade, _nearest_edge_of),
         )
         # Only an explored group shows the answers beyond the deadline.
         if not explored:
             return losses
-        fade = len(right) / MEMORY
+        explored_fade = len(right) / MEMORY
+        num_explored_right = max(0.0, 1 - explored_fade) * self.explored + len(right)
         return replace(
             losses,
-            explored=max(0.0, 1 - fade) * self.explored + len(right),
-            explored_right=_with_answers(self.explored_right, right, fade),
-            explored_all=_with_answers(self.explored_all, answers, fade),
+            explored=num_explored_right,
+            explored_right=_with_answers(self.explored_right, right, explored_fade),
+            explored_all=_with_answers(self.explored_all, answers, explored_fade),
         )
 
     def _estimate_uncut(self) -> list[float] | None:
@@ -169,7 +168,8 @@ class DeadlineLosses(Losses):
         # added to the next bin, with the mean probability to be right: answers that are longer than all explored
         # answers move the deadline in small steps.
         explored_beyond = sum(self.explored_all)
-        if self.explored < MIN_RIGHT or not sum(self.right) or not explored_beyond:
+        num_explored_right = self.explored
+        if num_explored_right < MIN_RIGHT or not sum(self.right) or not explored_beyond:
             return None
         mean_right = sum(self.explored_right) / explored_beyond
         uncut = []
@@ -182,6 +182,7 @@ class DeadlineLosses(Losses):
             uncut.append(right + per_explored * explored_right + per_added * mean_right)
             # Explored answers of later bins. Rounding must not make their number negative.
             explored_beyond = max(0.0, explored_beyond - explored)
+            # The added answer of the next bin represents only the cut answers of this bin.
             per_added = cut / (explored_beyond + 1)
             per_explored += per_added
         return uncut
@@ -200,7 +201,7 @@ class GroupLosses(Losses):
     that were cut, by the length of the cut. Older groups fade.
     """
 
-    has_whole_bins = True
+    loses_whole_bins = True
     """Answers to a prompt are often equally long, so a part of a bin is often all groups of a prompt."""
 
     right: Histogram = EMPTY
@@ -217,15 +218,19 @@ class GroupLosses(Losses):
         wrong: list[Answer] = []
         cut: list[Answer] = []
         bin_of = _bin_of
-        if group.cut and not group.is_right:
-            bin_of = _nearest_bin_of
         if group.is_right:
             right.append(group)
-        elif group.cut and bin_of(group.relative_length) < LAST_BIN - 1:
-            cut.append(group)
-        else:
-            # No later deadline could keep a group that was cut at the latest deadline.
+        elif not group.cut:
             wrong.append(group)
+        else:
+            # The group would have ended in a later bin than its cut.
+            bin_of = _nearest_edge_of
+            # Bin LAST_BIN - 1 ends at `MAX_FACTOR`, the latest deadline: no later deadline could keep the group.
+            is_cut_at_latest = bin_of(group.relative_length) >= LAST_BIN - 1
+            if is_cut_at_latest:
+                wrong.append(group)
+            else:
+                cut.append(group)
 
         fade = 1 / GROUPS_REMEMBERED
         return GroupLosses(
@@ -272,8 +277,8 @@ def _bin_of(relative_length: float) -> int:
     return min(ceil(log(relative_length) / log(RATIO_STEP) - ROUNDING), LAST_BIN)
 
 
-def _nearest_bin_of(relative_length: float) -> int:
-    # A cut answer would have been longer than its cut, so it does not belong to the bin that the cut is in.
+def _nearest_edge_of(relative_length: float) -> int:
+    # Bin k ends at edge k.
     if relative_length <= 1:
         return 0
     return min(round(log(relative_length) / log(RATIO_STEP)), LAST_BIN - 1)

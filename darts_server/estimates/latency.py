@@ -247,6 +247,7 @@ class LatencyModel:
 
         # Extrapolate with the slope of the adjacent octave. One more sequence costs at most the mean of the running
         # sequences: the slope of a few noisy points may be steeper, but no engine is.
+        # An octave counts at least two points.
         octave_end = max(2, bisect_right(batches, MIN_BATCH_RATIO * batches[0]))
         slope_below = linear_regression(batches[:octave_end], seconds[:octave_end]).slope
         slope_below = min(max(slope_below, 0.0), seconds[0] / batches[0])

@@ -7,10 +7,8 @@ last finished ratios the chance to end per token is assumed to be constant (an e
 From a full pool, mean and 90th percentile are right to 6 %. They are up to 32 % too large if lengths have two modes and
 only the short end of the long mode shows.
 
-The mean of a prompt is itself estimated. If a candidate counts in the mean like the others, its ratio is pulled towards
-1. If it does not count, ratios scatter too widely. Both errors are equally large, so a candidate counts half: the
-spread is then right to the order of 1 / n for gamma lengths. The mean of the ratios is then too large by half the
-mean's relative variance, as 1 / x is convex. This factor is divided out.
+The mean of a prompt is itself estimated. The errors of counting the candidate in this mean and of leaving it out are
+equally large, so a candidate counts half: the spread is then right to the order of 1 / n for gamma lengths.
 
 The 99th percentile is at most 12 % too small if all candidates finish. `tests/estimates/test_length_profile.py` has a
 table for stopped candidates.
@@ -33,11 +31,10 @@ EDGES: Floats = 2.0 ** np.linspace(*OCTAVES, (OCTAVES[1] - OCTAVES[0]) * BINS_PE
 MEMORY = 4096
 """Effective number of ratios in the pool: some 300 groups, one or two steps. Older ratios fade."""
 NO_COUNT = 1e-9
-"""Counts below this are set to zero."""
 TAIL_SHARE = 0.05
 """Share of finished ratios that shows the tail. With more, two modes become too wide; with fewer, it is noise."""
 TAIL_COUNT = 20
-"""Smallest number of finished ratios that shows the tail, unless it is more than half of all."""
+"""Smallest number of finished ratios that shows the tail."""
 OWN_VOTE = 0.5
 """Weight of a candidate in the mean that divides its length."""
 
@@ -57,6 +54,7 @@ class LengthProfile:
             if counts and len(counts) != len(EDGES) - 1:
                 raise ValueError(f"{name} must have {len(EDGES) - 1} counts, got {len(counts)}")
             for bin_index, count in enumerate(counts):
+                # `observe` leaves no smaller count.
                 check_number(name, count, low=NO_COUNT if count else 0)
                 self._counts[row, bin_index] = count
 
@@ -93,6 +91,7 @@ class LengthProfile:
 
         # The tail begins at the last bin with enough finished candidates in it and after it. Before the tail, find the
         # ratio that each share of candidates exceeds. `interp` needs rising values.
+        # Half are enough if few have finished.
         enough = max(TAIL_SHARE * total, min(TAIL_COUNT, total / 2))
         tail = int(np.flatnonzero(_suffix_sums(finished) >= enough)[-1])
         share_longer = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n
@@ -103,8 +102,8 @@ class LengthProfile:
         exposed = at_risk - (finished + censored) / 2
         exposure = float((exposed * np.diff(EDGES))[tail:].sum())
         tail_mean = exposure / float(finished[tail:].sum())
-        means_beyond = np.maximum(np.log(survival[tail] / share_longer), 0.0)
-        return np.asarray(ratios + tail_mean * means_beyond, dtype=np.float64)
+        tail_means_beyond = np.maximum(np.log(survival[tail] / share_longer), 0.0)
+        return np.asarray(ratios + tail_mean * tail_means_beyond, dtype=np.float64)
 
 
 def _suffix_sums(counts: Floats) -> Floats:
@@ -139,11 +138,13 @@ def ratios_to_mean(
             num_others: float = num_finished if o.censored else num_finished - 1
             others_tokens = max(num_finished * mean - o.tokens, 0.0)
         else:
+            # About the same share of earlier candidates finished.
             num_others = earlier.effective_candidates * num_finished / len(observations)
             others_tokens = num_others * mean
         if num_others > 0 and o.tokens > 0:
+            # Without a vote of its own, ratios scatter too widely. With a whole vote, they are pulled towards 1.
             mean_with_own = (others_tokens + OWN_VOTE * o.tokens) / (num_others + OWN_VOTE)
-            # The mean of a ratio to a noisy mean is above 1.
+            # As 1 / x is convex, the mean ratio is above 1: with half a vote, by half of the mean's relative variance.
             mean_ratio = 1 + variation / (2 * num_others)
             ratios.append((o.tokens / mean_with_own / mean_ratio, o.censored))
     return ratios

@@ -48,7 +48,6 @@ WINDOW_STEPS = 10
 KEPT_LENGTHS = 256
 """Saved lengths of a prompt's last group. A document holds 64 KiB."""
 LENGTHS_FORM = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LENGTHS - 1}}}")
-"""Form of `PromptStats.lengths`."""
 
 
 # --- one group --------------------------------------------------------------
@@ -73,7 +72,7 @@ class LengthEstimate:
 def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     """Estimate mean and std of a prompt's lengths from finished and censored candidates.
 
-    If no candidate finished, the longest counts as finished. Candidates without a token are ignored.
+    Candidates without a token are ignored.
 
     Raises:
         ValueError: no candidate generated anything.
@@ -124,6 +123,7 @@ def _complete(observations: Sequence[Observation]) -> list[Weighted]:
     if not finished:
         if not censored:
             raise ValueError("observations must hold at least one candidate that generated a token")
+        # The longest counts as finished.
         finished = [censored.pop()]
     if censored:
         shape = FittedShape.fit(finished, censored)
@@ -145,6 +145,7 @@ def _complete(observations: Sequence[Observation]) -> list[Weighted]:
         vote = weight / (num_longer + SHAPE_VOTES)
         weight_after.append(weight_after[-1] + vote)
         sample.append((weight - vote * num_longer, *fitted[c]))
+    # Candidates that are at least two tokens shorter have given their votes.
     for x in finished:
         sample.append((weight_after[bisect_left(censored, x - 1)], x, x * x))
     return sample
@@ -169,10 +170,7 @@ class FittedShape:
 
     @staticmethod
     def fit(finished: Sequence[int], censored: Sequence[int]) -> "FittedShape":
-        """Fit the shape to finished lengths, at least one, and censored lengths, by maximum likelihood (Tobit).
-
-        Without censoring and prior, the fitted variance is the sample's (n - 1).
-        """
+        """Fit the shape to finished lengths, at least one, and censored lengths, by maximum likelihood (Tobit)."""
         roots = [float(x ** (1 / SHAPE_ROOT)) for x in finished]
         # Longer than c means at least c + 1, rounded to whole tokens.
         censored_roots = [(c + 0.5) ** (1 / SHAPE_ROOT) for c in censored]
@@ -183,9 +181,10 @@ class FittedShape:
         scaled_censored = Counter(root / scale for root in censored_roots)
         count = len(scaled_roots)
         total = math.fsum(scaled_roots)
-        # The prior adds half an observation of the spread.
+        # The mean costs one observation. A root varies `SHAPE_ROOT` times less than its length.
         freedom = count - 1 + PRIOR_VOTES
-        squares = math.fsum([y * y for y in scaled_roots]) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
+        root_variation = PRIOR_VARIATION / SHAPE_ROOT
+        squares = math.fsum([y * y for y in scaled_roots]) + PRIOR_VOTES * root_variation**2
 
         # In Olsen's parameters, location = mean / std and precision = 1 / std, the penalised log-likelihood is concave,
         # so Newton's method needs few steps. Begin with the solution without censored lengths.
@@ -324,7 +323,7 @@ def update_stats(
     max_tokens: int | None = None,
     prompt_tokens: int | None = None,
 ) -> PromptStats:
-    """Return the statistics after another group. ``estimate``: `estimate_lengths` of the ``observations``."""
+    """``estimate``: `estimate_lengths` of the ``observations``."""
     mean = estimate.mean
     std = estimate.std
     groups = 1

@@ -19,8 +19,8 @@ HALF_LIFE = 40
 """Weight versions after which a reward counts half.
 
 In `benchmarks.signal`, pass rates drift slowly or fast, and epochs have 15 to 200 versions. With this half-life, the
-allocation is never worse than an even allocation. With shorter half-lives, rewards are forgotten before the next epoch.
-With longer half-lives, old rewards are trusted so much that the allocation becomes worse than an even allocation.
+allocation is never worse than an even allocation. Shorter half-lives forget rewards before the next epoch, and longer
+half-lives trust old rewards too much.
 """
 PRIOR_DECAY = 0.9
 """Weight of a group in the prior, relative to a group of the next version: the last ten versions count."""
@@ -49,21 +49,19 @@ class Answers(NamedTuple):
 
 
 def count_answers(answers: Sequence[tuple[bool, float]]) -> Answers:
-    """Count answers, at least one, each given by its correctness and its weight above 0.
-
-    Weights are scaled so that their sum equals the sum of their squares: Kish's effective sample size (Survey Sampling,
-    1965, section 11.7). So equal weights count 1 each.
-    """
+    """Count answers, at least one, each given by its correctness and its weight above 0."""
     total = math.fsum(weight for _, weight in answers)
     squares = math.fsum(weight * weight for _, weight in answers)
+    # Scaled weights have a sum that equals the sum of their squares: Kish's effective sample size (Survey Sampling,
+    # 1965, section 11.7).
     scale = total / squares
     size = scale * total
     right = scale * math.fsum(weight for correct, weight in answers if correct)
     right_squares = scale * scale * math.fsum(weight * weight for correct, weight in answers if correct)
     both_right = None
     if len(answers) > 1:
-        # The weight of pairs of different right answers, of the weight of all such pairs. Rounding must not leave the
-        # range of a probability.
+        # The weight of pairs of different right answers, of the weight of all pairs of different answers, size² - size.
+        # Rounding must not leave the range of a probability.
         share = (right * right - right_squares) / (size * size - size)
         both_right = min(max(share, 0.0), 1.0)
     return Answers(right, max(size - right, 0.0), both_right)
@@ -106,8 +104,7 @@ class PassCounts:
 class RecentPassRates:
     """Moments of pass rates over recent groups of all prompts. ``RecentPassRates(*json)`` restores them.
 
-    ``groups``, ``rates``, ``squares``: sums over groups of 1, of pass rates, and of `Answers.both_right`, which is on
-    average the square of a pass rate.
+    ``groups``, ``rates``, ``squares``: sums over groups of 1, of pass rates, and of `Answers.both_right`.
     """
 
     groups: float = 0.0
@@ -122,11 +119,11 @@ class RecentPassRates:
         check_count("version", self.version)
 
     def with_group(self, answers: Answers, version: int) -> "RecentPassRates":
-        """Return the moments after another group. A group with a single answer changes only the version."""
-        share = float(PRIOR_DECAY ** max(version - self.version, 0))
-        groups = self.groups * share
-        rates = self.rates * share
-        squares = self.squares * share
+        decay = float(PRIOR_DECAY ** max(version - self.version, 0))
+        groups = self.groups * decay
+        rates = self.rates * decay
+        squares = self.squares * decay
+        # The chance that two answers are right is on average the square of the rate. A single answer does not show it.
         if answers.both_right is not None:
             groups = min(groups + 1, LARGEST)
             rates += answers.right / (answers.right + answers.wrong)
