@@ -221,7 +221,7 @@ class RolloutMetrics(Collectors):
                 self._explored_candidates["beyond" if tokens_beyond else "within"].inc()
                 self._explored_beyond_tokens.inc(tokens_beyond)
 
-        # The first group of a policy with a deadline adds the policy's series.
+        # Only a policy with a deadline has `max_lost`. Its first group adds its series, and later groups may change it.
         if record.max_lost is not None:
             for name, gauge in self._deadline_gauges.items():
                 read = partial(self._reads[name], record.policy, record.max_lost)

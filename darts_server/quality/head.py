@@ -40,10 +40,12 @@ class Head:
         self.settings = settings
         self.width = width
         self._clock = clock
-        self._replay = ReplayBuffer(width + 1, settings)
+        # The hidden state, and the position.
+        num_inputs = width + 1
+        self._replay = ReplayBuffer(num_inputs, settings)
         self._scored: deque[Label] = deque(maxlen=settings.window)
-        self._standardiser = Standardiser.blank(width + 1)
-        self._network = Network(width + 1, settings)
+        self._standardiser = Standardiser.blank(num_inputs)
+        self._network = Network(num_inputs, settings)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
         # Only the totals and the last loss of this report are set. `report` adds the rest.
@@ -65,7 +67,6 @@ class Head:
 
     @property
     def steps(self) -> int:
-        """Training steps behind the current weights."""
         return self._snapshot.steps
 
     @property
@@ -79,11 +80,12 @@ class Head:
         )
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
-        """Add the label of a trajectory that had this hidden state, with finite values, after ``position`` tokens.
+        """Add the label of a trajectory that had this hidden state after ``position`` tokens.
 
         ``target``: 1 for correct, 0 for wrong. ``survival``: probability with which pruning kept the trajectory.
         """
         feature = assemble_feature(hidden, position)
+        # Only finite states are scored, so only finite states get labels.
         assert feature is not None
         self._totals = replace(self._totals, labels=self._totals.labels + 1)
         # Metrics are about labels that the head has not learned yet.
@@ -162,7 +164,6 @@ class ReplayBuffer:
 
     @property
     def is_one_class(self) -> bool:
-        """Whether all targets are equal."""
         targets = self._targets[: len(self)]
         return not targets.size or float(np.ptp(targets)) == 0.0
 

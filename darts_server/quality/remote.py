@@ -99,6 +99,7 @@ class RemoteHead:
         feature = assemble_feature(hidden, position)
         report, snapshot = self._report_and_snapshot
         if feature is None:
+            # A value of the hidden state is not finite.
             return Score(report.prior, None)
         status = self.status
         if snapshot is None or status is not PruningStatus.READY:
@@ -112,7 +113,7 @@ class RemoteHead:
             self._changed.notify_all()
 
     def restore(self, data: bytes) -> None:
-        """Continue from a saved state. Empty ``data`` stands for a new head, without labels.
+        """Continue from a saved state. Empty ``data`` stands for a new head.
 
         Raises:
             StateDamaged, InvalidRequest: see `Snapshot.from_bytes`; nothing was changed.
@@ -127,6 +128,7 @@ class RemoteHead:
             self._state = data
             self._report_and_snapshot = (report, snapshot)
             if not data:
+                # A new head must not learn labels from before.
                 self._unsent_examples.clear()
             self._changed.notify_all()
 

@@ -45,16 +45,14 @@ def train(
     restored: bytes | None,
     examples: list[Example],
 ) -> tuple[TrainerReport, bytes]:
-    """Learn the examples and train. Return the head's report, and its state, or empty bytes if no step was made.
-
-    ``restored``: state to continue from, empty for a new head, or None for the present head.
-    """
+    """Learn the examples and train. Return the head's report, and its state. ``restored``: state to continue from."""
     global _head
     import torch
 
     from darts_server.quality.head import Head
 
     torch.set_num_threads(1)
+    # None continues with the present head, and empty bytes begin a new head.
     if _head is None or restored == b"":
         _head = Head(width, settings)
     if restored:
@@ -63,4 +61,5 @@ def train(
         _head.learn(*example)
     if examples and _head.train(settings.max_steps, settings.max_seconds):
         return _head.report, _head.state()
+    # Nothing was trained, so there is no new state.
     return _head.report, b""

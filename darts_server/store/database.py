@@ -16,7 +16,6 @@ APPLICATION_ID = 0x44415254
 BUSY_SECONDS = 5.0
 """Timeout of a statement that waits for the previous server, which may still write as it ends."""
 _LOG_BYTES = 64 * 1024 * 1024
-"""Size of SQLite's log after a large write."""
 _TABLES = (
     "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
     "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
@@ -125,7 +124,6 @@ def damaged_error(path: Path, problem: str) -> StateDamaged:
 
 @contextmanager
 def translate_errors(path: Path) -> Iterator[None]:
-    """Translate errors of SQLite and of the operating system to a `StateError`."""
     try:
         yield
     except OSError as error:
@@ -134,7 +132,8 @@ def translate_errors(path: Path) -> Iterator[None]:
         # sqlite3 raises this when SQLite's message quotes damaged text.
         raise damaged_error(path, "its tables are not ours") from error
     except sqlite3.Error as error:
-        # The lowest byte is the primary code. Errors of the Python module itself have no code.
+        # The lowest byte is the primary code. Errors of the Python module itself have no code, and
+        # count as damage.
         primary_code = getattr(error, "sqlite_errorcode", -1) & 0xFF
         if primary_code not in _TRANSIENT:
             raise damaged_error(path, str(error)) from error

@@ -59,7 +59,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
         if self._connection is not None:
             with self._memory_lock:
                 if value is None and self._unwritten.get(number) is not None:
-                    # The value was never written, so the file has nothing to remove.
+                    # A number has a single value, which was never written. So the file has nothing to remove.
                     del self._unwritten[number]
                 else:
                     self._unwritten[number] = value
@@ -113,7 +113,6 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             self.flush()
 
     def _open(self) -> sqlite3.Connection | None:
-        """Open the file, or return None if that fails twice."""
         # The second attempt creates the file, because the first has moved it away.
         for _ in range(2):
             try:

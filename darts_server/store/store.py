@@ -184,7 +184,7 @@ class Store(AbstractContextManager["Store"]):
                 problem = f"has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}"
                 raise archive.damaged_error(problem) from error
             restored[kind][key] = text
-            restored[kind].move_to_end(key)
+        # The file is in the order of keys, so the lowest keys are dropped beyond the limit.
         self._drop_oldest(restored)
 
         with self._write_lock:

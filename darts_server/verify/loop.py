@@ -18,11 +18,11 @@ from darts_server.verify.functions import Function, LoadError, load_function, tr
 DETAIL_CHARS = 300
 
 
-def serve_batches(channel: int, table_file: int) -> None:
+def serve_batches(channel_fd: int, call_record_fd: int) -> None:
     """Serve batches until the server closes the socket."""
-    sock = socket.socket(fileno=channel)
+    sock = socket.socket(fileno=channel_fd)
     messages = sock.makefile("rb")
-    table = memoryview(mmap.mmap(table_file, RUNNING_CALL.size))
+    call_record = memoryview(mmap.mmap(call_record_fd, RUNNING_CALL.size))
     task = msgspec.msgpack.decode(read_message(messages), type=Task)
     # A crash of the user's code must not write a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -44,14 +44,14 @@ def serve_batches(channel: int, table_file: int) -> None:
         if not batch:
             return
         # After a fault the server sends no batch.
-        report = Report(calls=run_batch(function, is_trl, decoder.decode(batch), table, worker_pid))
+        report = Report(calls=run_batch(function, is_trl, decoder.decode(batch), call_record, worker_pid))
 
 
 def run_batch(
     function: Function,
     is_trl: bool,
     items: Sequence[Item],
-    table: memoryview,
+    call_record: memoryview,
     worker_pid: int,
 ) -> list[Call]:
     # Only functions of TRL's form get several answers in a call.
@@ -63,7 +63,8 @@ def run_batch(
     call_of_index: dict[int, Call] = {}
     for indices in queue:
         running = indices[0] if len(indices) == 1 else SEVERAL_ANSWERS
-        RUNNING_CALL.pack_into(table, 0, time.monotonic(), running)
+        # The server reads this if the call takes too long or the process dies.
+        RUNNING_CALL.pack_into(call_record, 0, time.monotonic(), running)
         calls = call_function(function, [items[index] for index in indices])
         # A fork that the user's code has left behind must not answer in the worker's name.
         if os.getpid() != worker_pid:

@@ -24,7 +24,6 @@ from darts_server.verify.channel import RUNNING_CALL, SEVERAL_ANSWERS, Item, Rep
 from darts_server.verify.types import Answer
 
 MAX_BATCH = 256
-"""Answers in one message."""
 LOAD_SECONDS = 300.0
 """Importing torch from a slow disk may take minutes."""
 BATCH_SECONDS = 0.005
@@ -46,8 +45,8 @@ class Process(Runner):
         self._task = task
         self._timeout = timeout
         self._is_trl = False
-        self._starts_since_last_report = 0
-        self._table = memoryview(b"")
+        self._starts_since_last_batch = 0
+        self._call_record = memoryview(b"")
         self._process: asyncio.subprocess.Process | None = None
         self._reader = asyncio.StreamReader()
         self._writer: asyncio.StreamWriter | None = None
@@ -58,30 +57,31 @@ class Process(Runner):
 
     async def start(self) -> None:
         await self.close()
-        if self._starts_since_last_report > 1:
-            await asyncio.sleep(min(0.1 * self._starts_since_last_report, MAX_DELAY))
-        self._starts_since_last_report += 1
+        if self._starts_since_last_batch > 1:
+            await asyncio.sleep(min(0.1 * self._starts_since_last_batch, MAX_DELAY))
+        self._starts_since_last_batch += 1
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._spawn()
                 report = await self._read_report()
         except OSError as error:
+            # This includes the timeout.
             report = Report(fault=f"its process cannot be started within {LOAD_SECONDS:g} seconds: {error}")
         if report.fault:
             await self.close()
             raise RunnerFailed(report.fault)
         self._is_trl = report.is_trl
         if report.is_trl:
-            # A call may take long for each answer, or not longer for many answers than for one.
+            # A call has all answers of a batch, so a batch should take at most half of a call's timeout.
             self.limits = BatchLimits(TRL_ANSWERS, self._timeout / 2)
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=REPORT_BYTES)
-        with theirs, os.fdopen(os.memfd_create("darts-verifier"), "r+b") as table:
-            table.truncate(RUNNING_CALL.size)
-            self._table = memoryview(mmap.mmap(table.fileno(), RUNNING_CALL.size))
-            inherited = (theirs.fileno(), table.fileno())
+        with theirs, os.fdopen(os.memfd_create("darts-verifier"), "r+b") as shared_memory:
+            shared_memory.truncate(RUNNING_CALL.size)
+            self._call_record = memoryview(mmap.mmap(shared_memory.fileno(), RUNNING_CALL.size))
+            inherited = (theirs.fileno(), shared_memory.fileno())
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "darts_server.verify.worker"),
                 *map(str, (*inherited, os.getpid())),
@@ -97,11 +97,11 @@ class Process(Runner):
 
     async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
         assert self._writer is not None
-        RUNNING_CALL.pack_into(self._table, 0, time.monotonic(), SEVERAL_ANSWERS)
+        RUNNING_CALL.pack_into(self._call_record, 0, time.monotonic(), SEVERAL_ANSWERS)
         self._writer.write(frame_message(msgspec.msgpack.encode([self._to_item(answer) for answer in answers])))
         report = await self._wait_for_report()
         if report is not None and len(report.calls) == len(answers):
-            self._starts_since_last_report = 0
+            self._starts_since_last_batch = 0
             return report.calls
 
         failure = Call(VerifierResult.TIMEOUT, detail=f"took longer than {self._timeout:g} seconds")
@@ -109,7 +109,7 @@ class Process(Runner):
             failure = Call(VerifierResult.CRASH, detail=f"ended {report.fault}")
         await self.close()
         # Only the answer whose call ran has failed.
-        _, running = RUNNING_CALL.unpack_from(self._table)
+        _, running = RUNNING_CALL.unpack_from(self._call_record)
         return [failure if index == running else None for index in range(len(answers))]
 
     def _to_item(self, answer: Answer) -> Item:
@@ -130,7 +130,7 @@ class Process(Runner):
                 async with asyncio.timeout(seconds_left):
                     return await self._read_report()
             # Each call of the batch has its own timeout.
-            call_started_at, _ = RUNNING_CALL.unpack_from(self._table)
+            call_started_at, _ = RUNNING_CALL.unpack_from(self._call_record)
             seconds_left = call_started_at + self._timeout - time.monotonic()
         # If the event loop was busy, the report may have come in time.
         with suppress(TimeoutError):

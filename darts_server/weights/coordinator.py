@@ -71,7 +71,6 @@ class Coordinator:
         self.paused_by_trainer = False
         """Whether the trainer paused the engine through vLLM's routes. Then only the trainer resumes it."""
         self.trainer_pauses = 0
-        """Number of the trainer's pauses in progress."""
         self._model = model
         self._gate = gate
         self._groups = groups
@@ -264,7 +263,6 @@ class Coordinator:
         return record
 
     def _enter_lost(self, reason: str) -> WeightsLost:
-        """Return an error to raise."""
         self.state = State.LOST
         error = f"{reason}; restart the server"
         # The gate keeps its error for ever, so that error must not get the cause and the traceback of this update.
@@ -290,8 +288,9 @@ class Coordinator:
         self._gate.close(TRAINER)
         try:
             if mode == "wait" and not was_paused:
-                waiting = Update(source=TRAINER, rule=None)
-                await waiting.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
+                # No update is made. `run_phase` has the timeout and its error.
+                timed_wait = Update(source=TRAINER, rule=None)
+                await timed_wait.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif mode == "abort":
                 self._groups.abort_all(
                     "the engine was paused with mode=abort while its group was running; send it again"
@@ -332,8 +331,9 @@ class Coordinator:
                 await resume()
 
     async def abort_by_trainer(self, abort: Callable[[], Awaitable[None]], *, everything: bool) -> None:
-        """Abort requests by ``abort``. ``everything``: fail whole groups, with an error for their callers."""
+        """``everything``: fail whole groups, with an error for their callers."""
         self._check_not_lost()
+        # The update resumes these requests, unless the trainer has paused them too.
         if self._paused_by_update and not self.paused_by_trainer:
             raise self._update_running()
         if everything:
@@ -345,8 +345,9 @@ class Coordinator:
     async def sleep_by_trainer(self, mode: str, sleep: Callable[[], Awaitable[None]], *, frees_memory: bool) -> None:
         """Pause the engine as in `pause_by_trainer`, and put it to sleep by ``sleep`` until `wake_up_by_trainer`.
 
-        ``frees_memory``: whether weights and KV cache leave the device's memory.
+        ``frees_memory``: whether the parts of `MEMORY` are freed.
         """
+        # If no memory is freed, only scheduling sleeps, which is a pause.
         parts = set(MEMORY) if frees_memory else set()
 
         async def fall_asleep() -> None:
@@ -369,14 +370,16 @@ class Coordinator:
             await free()
 
     async def wake_up_by_trainer(self, wake_up: Callable[[], Awaitable[T]], parts: Collection[str] | None = None) -> T:
-        """Wake up parts of `MEMORY`, by default all. The engine resumes when its last part wakes up."""
+        """Wake up parts of `MEMORY`, by default all."""
         self._check_no_update_announced()
         sleeping_before = self._sleeping_parts
         woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
         # vLLM does nothing if one of the parts is not asleep.
         if parts is not None and not woken <= sleeping_before:
             woken = set()
-        with self._ending_trainer_pause() if woken >= sleeping_before else nullcontext():
+        # No part stays asleep. This includes a sleep that freed no memory, which has no parts.
+        ends_pause = woken >= sleeping_before
+        with self._ending_trainer_pause() if ends_pause else nullcontext():
             answer = await wake_up()
             # Another set means that the engine was put to sleep meanwhile, so its parts are asleep again.
             if self._sleeping_parts is sleeping_before:

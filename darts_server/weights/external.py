@@ -21,7 +21,6 @@ class _Session(Update):
     model: Model
     loaded: LoadedWeights
     num_writes: int = 0
-    """Number of calls of /update_weights."""
     written_names: list[str] = field(default_factory=list)
     """Names of the written tensors, as far as vLLM reports them."""
 
@@ -117,6 +116,7 @@ class ExternalUpdates:
                 self._session = None
 
             await self._run_step(session, "load", complete)
+            # The written weights are in no file.
             self.loaded.record(None)
             await self.coordinator.finish(session)
 

@@ -33,8 +33,6 @@ RuleName = Literal["finish", "keep", "restart"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """The default rule, and the timeouts in seconds."""
-
     rule: Rule = Rule.FINISH
     wait_timeout: float = WAIT_FACTOR * STEP_TIMEOUT
     """For running groups."""
@@ -43,16 +41,12 @@ class UpdateSettings:
 
 
 class LoraOptions(TypedDict, total=False):
-    """Options of an update of a LoRA adapter, see `Update`."""
-
     rule: Rule | None
     check_finite: bool
     when_staged: Callable[[], Awaitable[None]]
 
 
 class WeightOptions(LoraOptions, total=False):
-    """Options of an update of the model's weights, see `Update`."""
-
     partial: bool
     repeat_version: bool
 
@@ -66,9 +60,7 @@ class Update:
     """None for the server's rule; later also None if the trainer paused the engine itself."""
     partial: bool = False
     check_finite: bool = True
-    """Whether to refuse NaN and infinity."""
     repeat_version: bool = False
-    """Whether the version may be the served version."""
     lora: str | None = None
     """Name of the LoRA adapter that is updated, or None for the model."""
     when_staged: Callable[[], Awaitable[None]] | None = None
@@ -110,6 +102,7 @@ class Update:
         except TimeoutError as error:
             remedy = "see --weights-timeout"
             if phase == "wait":
+                # `WAIT_FACTOR` is 2.
                 remedy = "groups still run; use the rule keep, or raise --weights-timeout, which is half of that"
             raise UpdateFailed(f"{phase} took longer than {timeout:g} s; {remedy}") from error
         finally:
@@ -179,8 +172,6 @@ class Model(Protocol):
 
 
 class Groups(Protocol):
-    """The running groups."""
-
     async def suspend(self) -> None:
         """Stop every group that can be restarted, and return when all others have ended."""
 

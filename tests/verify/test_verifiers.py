@@ -239,7 +239,7 @@ async def test_a_process_that_has_died_thousands_of_times_is_still_started_again
     monkeypatch.setattr(process, "MAX_DELAY", 0.01)
     [spec] = parse_specs(["boxed"])
     dying = process.Process(Task(spec.kind, spec.target, spec.function, 0), 30)
-    dying._starts_since_last_report = 5_000
+    dying._starts_since_last_batch = 5_000
     try:
         await dying.start()
         assert dying.is_started
