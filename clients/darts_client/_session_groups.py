@@ -45,9 +45,9 @@ class RunningSession:
         self.api_key = access.api_key
         self.headers = auth_headers(access.api_key)
         self.over = asyncio.Event()
-        """Set when the server reports the end, or events are lost."""
+        """Set when the server reports the end, events are lost, or the group ends."""
         self.is_ended = False
-        """Set when the agent calls `end`."""
+        """Set while the end is reported, by the agent or for it, and after."""
         self.clients: list[AsyncOpenAI] = []
 
     def openai(self, **options: Any) -> "AsyncOpenAI":

@@ -75,7 +75,6 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
         ValueError: the group's policy does not select by rewards.
     """
     returned = _returned_trajectories(group)
-    weight_of_run = run_weight(group)
     advantages = []
     for trajectory in returned:
         if trajectory.advantage is None or group.num_rewarded is None:
@@ -83,7 +82,7 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
                 f"the trajectories of {_name(group)} have no advantages from the server; sample with the policy "
                 '"informative" through client.rollouts'
             )
-        scale = weight_of_run
+        scale = run_weight(group)
         # A biased selection has no weights. Otherwise this is (M / M') w_i.
         if trajectory.weight is not None:
             scale *= trajectory.weight * len(returned) / max(group.num_rewarded, 1)

@@ -272,7 +272,7 @@ def check_structure(text: bytes, max_parts: int, max_values: int, where: str) ->
         # Every second piece between quotes is outside of strings.
         outside_strings = b"".join(text.split(b'"')[::2])
         parts += outside_strings.count(b"[") + outside_strings.count(b"{")
-        # Commas separate values: numbers above all, since the other kinds are few.
+        # Commas separate values, most of them numbers.
         values = outside_strings.count(b",")
 
     if parts > max_parts:

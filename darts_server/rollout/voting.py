@@ -93,7 +93,7 @@ class Confidence:
 
     def _sync_with_store(self, *, save: bool = False) -> None:
         try:
-            # `reload` only loads labels that a restore has put into the store. They replace the labels here.
+            # `reload` loads saved labels at the start, and later only if a restore has replaced them.
             for point in self.points.values():
                 point.reload()
             if save:

@@ -21,7 +21,7 @@ class Gate:
         self._some_work_departed = asyncio.Event()
         # `auto` compares this number, to notice that the gate was closed during a measurement.
         self._num_openings = 0
-        # Error of all work that waits or comes later, once the engine is dead.
+        # Error of all work that waits or comes later: the engine is dead, the weights are lost, or the server stops.
         self._failure: Exception | None = None
 
     @property

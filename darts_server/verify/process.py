@@ -72,7 +72,7 @@ class Process(Runner):
             raise RunnerFailed(report.fault)
         self._is_trl = report.is_trl
         if report.is_trl:
-            # A call has all answers of a batch, so a batch should take at most half of a call's timeout.
+            # A call may have all answers of a batch, so a batch should take at most half of a call's timeout.
             self.limits = BatchLimits(TRL_ANSWERS, self._timeout / 2)
 
     async def _spawn(self) -> None:

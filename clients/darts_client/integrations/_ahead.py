@@ -96,7 +96,7 @@ class BatchesAhead:
         self._order = order
         self._num_drawn = position.drawn
         self._pending = position.pending
-        # A server of an earlier version may return more groups than wanted.
+        # More groups than wanted may be returned: groups without rewards under dynamic sampling.
         self._surplus: list[CompletePrompt] = []
         self._size = size
         self._max_started = ceil(size * (1 + ahead_share))

@@ -137,7 +137,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     state = AheadState()
     limits = AutoLimits()
     first_step = 0
-    # Warm-up and measurement are whole cycles of usual steps and one long round.
+    # A cycle is some usual steps and one long round. Whole cycles are measured.
     cycle = policy.steps_per_long_round
     if policy.most_stale is not None:
         limits = AutoLimits(most_stale=policy.most_stale)

@@ -185,7 +185,7 @@ class Allocator:
         prompt_keys: Sequence[str],
         budget: int | None,
     ) -> tuple[Sequence[int], float]:
-        """Return the number of candidates of each group before the load reduces it, and their mean over all cohorts."""
+        """Return the number of candidates of each group before the load reduces it, and the mean that was aimed at."""
         shaping = plan.shaping
         num_groups = len(prompt_keys)
         low, high = shaping.candidate_limits(plan.size)

@@ -67,7 +67,7 @@ class AutoBatch:
         # A batch starts its longest groups first.
         lengths_by_group = sorted(record.returned_lengths, key=sum, reverse=True)
         measured_seconds = None
-        # Seconds until each group would be complete if nothing else ran.
+        # Seconds until each group would be complete if only the returned trajectories ran, all from the start.
         completion_seconds_alone: Sequence[float] = ()
         if record.completed >= self.choice.needed:
             # While the gate is closed, engines are paused or run empty, so the time says nothing.

@@ -205,11 +205,11 @@ class CandidateCursor:
             self._token_ids = sample.token_ids
             self._logprobs = sample.logprobs
 
-    def close(self, reason_if_not_returned: DiscardReason = DiscardReason.CANCELLED) -> None:
+    def close(self, reason_if_none: DiscardReason = DiscardReason.CANCELLED) -> None:
         """End the candidate's events: with a discard event, unless its sample was given."""
         if self._end is None and self.run is not None:
             # A selected candidate has no reason, but its group may have failed or be dropped.
-            reason = self.run.candidates[self.index].reason or reason_if_not_returned
+            reason = self.run.candidates[self.index].reason or reason_if_none
             length = self.run.runner.count_tokens(self.index)
             self._end = CandidateDiscarded(self.trajectory_id, self.number, length, reason)
             self._token_ids = array("i")
@@ -293,9 +293,9 @@ class _GroupCursor:
                 self.cursors.append(CandidateCursor(self.run, f"{self.group_id}:{index}", self.number, index))
         return self.cursors
 
-    def close(self, reason_if_not_returned: DiscardReason = DiscardReason.CANCELLED) -> None:
+    def close(self, reason_if_none: DiscardReason = DiscardReason.CANCELLED) -> None:
         for cursor in self.add_new_cursors():
-            cursor.close(reason_if_not_returned)
+            cursor.close(reason_if_none)
         self.run = None
 
 

@@ -217,8 +217,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         if self._saved is None:
             return 0
         prompts = list(self.carried)
-        with_tokens = self._can_next_server_resume()
         try:
+            with_tokens = self._can_next_server_resume()
             return await self._saved.save_in_time(prompts, self._renderer, with_tokens=with_tokens)
         except Exception:
             logger.exception("prompts that were carried over could not be saved, and are lost")

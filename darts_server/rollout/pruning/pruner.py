@@ -195,8 +195,8 @@ class Pruner:
             hidden_to_keep = reduce_precision(hidden)
         self._log_status()
 
-        # Calibrate the score. A new head must not prune before the cold start has ended. Other scores need only
-        # enough labels.
+        # Calibrate the score. Nothing is pruned before the cold start has ended. Scores that prune nothing do not wait
+        # for its end.
         calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
         has_score = score.status is PruningStatus.READY
         calibrated_quality = None

@@ -77,7 +77,7 @@ def share_cores() -> None:
     def wait_for_notification(self: Any, timeout_ms: int | None = None) -> None:
         # Without a busy loop, vLLM's function waits for a notification at once. Polling took a fifth of a core.
         self.busy_loop_s = 0.0
-        # vLLM's reader would spin now, as its socket may drop notifications while many are sent. So look often.
+        # vLLM's reader would spin now. Its writer drops notifications while many are sent, so look often.
         if time.monotonic() <= self.last_read + BUSY_SECONDS:
             timeout_ms = RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS)
         vllms_wait(self, timeout_ms)
