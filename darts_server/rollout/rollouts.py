@@ -216,7 +216,14 @@ class Rollouts(Generic[RequestT, OutputT]):
             # Without a run, nothing else ends the group's part of its cohort.
             allocation.drop()
             raise
-        run.open(spec.plan.rule_for(allocation.saturated), allocation)
+        try:
+            run.open(spec.plan.rule_for(allocation.saturated), allocation)
+        except BaseException as error:
+            if run.member is None:
+                allocation.drop()
+            # Nobody else ends the run, for which an update of the weights would wait.
+            run.cancel(error if isinstance(error, Exception) else None)
+            raise
         return run
 
     def create_run(

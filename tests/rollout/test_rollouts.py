@@ -13,6 +13,7 @@ from darts_server.exceptions import GroupAborted, InvalidRequest, ServerStopping
 from darts_server.group.informative import Select
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.statistics import observations
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Admission, AdmissionLimits
@@ -61,6 +62,17 @@ async def test_the_end_of_a_candidate_stops_its_longer_siblings_without_waiting_
         stopped.append([[c.tokens for c in harness.record(f"g{seed}").candidates] for seed in range(8)])
     assert stopped[0] == stopped[1]
     assert any(30 not in tokens for tokens in stopped[0]), "candidates were stopped before their end"
+
+
+async def test_a_group_that_cannot_be_opened_leaves_nothing_behind() -> None:
+    harness = Harness(lengths(3, 4))
+    plan = harness.plan(4, "uniform")
+    with pytest.raises(ValueError, match="at least the group size"):
+        harness.rollouts.start(GroupSpec(plan, "g", "g", "g"), Allocation(3))
+    assert not harness.rollouts.runs
+    assert harness.rollouts.gate.work_inside == 0
+    assert harness.rollouts.admission.waiting == 0
+    assert harness.record("g").candidates == ()
 
 
 async def test_the_pass_rate_of_a_group_counts_rewards_from_before_its_start() -> None:
