@@ -215,7 +215,7 @@ class RolloutMetrics(Collectors):
                 self._trajectory_length.labels(self._model, "returned").observe(candidate.tokens)
                 if candidate.cut:
                     self._cut_candidates.inc()
-            is_tail = candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
+            is_tail = candidate.selected_as in (SelectedAs.LONG, SelectedAs.LONG_TRUNCATED, SelectedAs.FILL)
             if record.explored and record.deadline is not None and is_tail:
                 tokens_beyond = max(0, candidate.tokens - record.deadline)
                 self._explored_candidates["beyond" if tokens_beyond else "within"].inc()

@@ -2,6 +2,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from darts_server.metrics.collectors import Reads, WeightMetrics, hide_creation_times
@@ -163,13 +164,17 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_time() -> None:
     assert value(registry, "darts_rollout_seconds_sum") == 5
 
 
-def test_cut_candidates_and_explored_tails_are_counted() -> None:
+@pytest.mark.parametrize("selected_as", [SelectedAs.LONG, SelectedAs.LONG_TRUNCATED, SelectedAs.FILL])
+def test_cut_candidates_and_explored_tails_are_counted(selected_as: SelectedAs) -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", UNKNOWN, registry)
-    tail = replace(candidate(2, 30, selected_as=SelectedAs.LONG), cut=True)
+    tail = replace(candidate(2, 30, selected_as=selected_as), cut=True)
     metrics.group_ended(record(candidates=(candidate(0, 10, selected_as=SelectedAs.SHORT), tail)))
-    metrics.group_ended(record(cohort_deadline=25, completion_length=20, explored=True))
-    metrics.group_ended(record(cohort_deadline=45, completion_length=20, explored=True))
+    for deadline in (25, 45):
+        long = candidate(3, 30, selected_as=selected_as)
+        ended = record(cohort_deadline=deadline, completion_length=20, explored=True)
+        short = [each for each in ended.candidates if each.selected_as is not SelectedAs.LONG]
+        metrics.group_ended(replace(ended, candidates=(*short, long)))
 
     assert value(registry, "darts_candidates_cut_total") == 1
     assert value(registry, "darts_explored_candidates_total", deadline="beyond") == 1

@@ -57,7 +57,9 @@ class Model {
     Object.assign(group, fields);
     for (const news of candidates) {
       const before = group.candidates[news.index] ?? {};
-      this.#rate.tokens += Math.max(0, (news.tokens ?? before.tokens ?? 0) - (before.tokens ?? 0));
+      // A resumed candidate begins with tokens of an earlier batch.
+      const tokensBefore = before.tokens ?? news.resumed ?? 0;
+      this.#rate.tokens += Math.max(0, (news.tokens ?? tokensBefore) - tokensBefore);
       group.candidates[news.index] = { ...before, ...news };
     }
     this.groups.set(fields.group_id, group);
