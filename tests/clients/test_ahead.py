@@ -146,6 +146,30 @@ def test_groups_of_equal_rewards_fill_up_a_batch_and_are_not_kept_for_the_next()
     assert len(numbers) == len(set(numbers))
 
 
+def test_groups_without_rewards_are_not_kept_for_the_next_batch_under_dynamic_sampling() -> None:
+    server = Server()
+
+    def request(started: Sequence[int], prompts: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+        # The wanted informative groups come first. Half of the others have no rewards.
+        unrewarded = [None if place % 2 else True for place in range(len(prompts))]
+        return [
+            Group(None, None, (), place, zero_variance=False if place < wanted else unrewarded[place])
+            for place in range(len(prompts))
+        ]
+
+    server.request = request  # type: ignore[method-assign, assignment]  # to say what is informative
+    batches = batches_of(server, 3, ahead=1.0, only_informative=True)
+    for _ in range(3):
+        assert [group.zero_variance for group in batches.next().groups] == [False] * 4
+
+
+def test_more_pending_prompts_than_the_remaining_batches_need_start_no_new_prompt() -> None:
+    server = Server()
+    batches = batches_of(server, 1, Position(12, tuple(range(12))))
+    assert len(batches.next().prompts) == 4
+    assert server.started == [list(range(12))]
+
+
 def test_the_error_of_a_prefetched_batch_is_raised_by_next() -> None:
     server = Server()
     server.request = lambda numbers, prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail

@@ -79,6 +79,7 @@ class BatchesAhead:
         batches: number of batches. Towards the end fewer prompts are started, so that none is left.
         request: is called in another thread if the batch is prefetched.
         long_rounds: whether unfinished prompts wait until they fill a batch of their own.
+        only_informative: whether the server counts only groups of unequal rewards (dynamic sampling).
     """
 
     def __init__(
@@ -92,16 +93,18 @@ class BatchesAhead:
         tokenize: Callable[[Sequence[int]], Sequence[TokenIds]],
         request: Request,
         long_rounds: bool = False,
+        only_informative: bool = False,
     ) -> None:
         self._order = order
         self._num_drawn = position.drawn
         self._pending = position.pending
-        # More groups than wanted may be returned: groups without rewards under dynamic sampling.
+        # A server of an earlier version may return more groups than wanted.
         self._surplus: list[CompletePrompt] = []
         self._size = size
         self._max_started = ceil(size * (1 + ahead_share))
         self._remaining_batches = batches
         self._long_rounds = long_rounds
+        self._only_informative = only_informative
         self._tokenize = tokenize
         self._request = request
         self._background = ThreadPoolExecutor(1, "darts-ahead")
@@ -146,7 +149,7 @@ class BatchesAhead:
     def _choose_prompts(self) -> PromptChoice:
         pending = self._pending
         # The remaining batches have no place for more new prompts.
-        max_new = self._remaining_batches * self._size - len(pending) - len(self._surplus)
+        max_new = max(0, self._remaining_batches * self._size - len(pending) - len(self._surplus))
         # Pending prompts are likely to be long. A long round has no other prompts.
         if self._long_rounds and len(pending) >= self._size:
             return PromptChoice(pending[: self._size], pending[self._size :], num_new=0)
@@ -174,8 +177,9 @@ class BatchesAhead:
         received = [CompletePrompt(started[group.number], token_ids[group.number], group) for group in groups]
         complete = self._surplus + received
         batch = complete[: self._size]
-        # Groups of equal rewards only fill up a batch.
-        self._surplus = [prompt for prompt in complete[self._size :] if not prompt.group.zero_variance]
+        # Groups of equal rewards, and under dynamic sampling groups without rewards, only fill up a batch.
+        uninformative = (True, None) if self._only_informative else (True,)
+        self._surplus = [each for each in complete[self._size :] if each.group.zero_variance not in uninformative]
         self._num_drawn = num_drawn
         unfinished = [number for index, number in enumerate(started) if index not in complete_indices]
         self._pending = waiting + tuple(unfinished)

@@ -162,6 +162,7 @@ class PromptsAhead:
             tokenize=self._tokenize,
             request=self._request_groups,
             long_rounds=options.long_rounds,
+            only_informative=options.dynamic_sampling,
         )
 
     def next(self) -> Batch:

@@ -37,6 +37,13 @@ class Prompt:
     first_token_step: int = 0
     """Step that generated the first of the carried tokens."""
 
+    def is_too_old(self, step: int) -> bool:
+        """Return whether the server would not continue the carried tokens in this step."""
+        return self.carried is not None and step - self.first_token_step > MAX_STALENESS
+
+    def restarted(self) -> "Prompt":
+        return Prompt(self.number, self.attempt + 1)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
@@ -156,7 +163,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     next_new = first_step * needed
     for number in range(first_step, warm_up + measured_steps):
         # The prompts of the step: left-over prompts, and new prompts.
-        prompts = left_over
+        prompts = [prompt.restarted() if prompt.is_too_old(number) else prompt for prompt in left_over]
         left_over = []
         num_new = round(policy.start * needed) - len(prompts)
         if policy.long_rounds and len(prompts) < needed:
@@ -189,10 +196,10 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
             first_token_step = number if prompt.carried is None else prompt.first_token_step
             if not generated.any():
                 left_over.append(prompt)
-            elif policy.resumes and number + 1 - first_token_step <= MAX_STALENESS:
+            elif policy.resumes:
                 left_over.append(Prompt(prompt.number, prompt.attempt, generated, first_token_step))
             else:
-                left_over.append(Prompt(prompt.number, prompt.attempt + 1))
+                left_over.append(prompt.restarted())
         if policy.most_stale is not None:
             state = learn_ahead(limits, state, choice, measure_outcome(step, candidates.machine))
     return steps[-measured_steps:]

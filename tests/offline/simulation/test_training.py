@@ -54,6 +54,15 @@ def test_a_long_round_has_the_left_over_prompts_and_waits_for_all_of_them() -> N
     assert 0.5 < relative_to(off, summarise("long", steps, 4))["tokens_returned"] < 1.5, "tokens of a step, not of all"
 
 
+def test_prompts_that_were_set_aside_for_too_long_start_again() -> None:
+    """With 13 of 12 prompts a long round comes in each 13th step. Prompts continue in at most 4 steps."""
+    steps = run_policy(parse_policy("off,start=1.1,rounds=long,carry=resume", 4), candidates())
+    [long_round] = [step for step in steps if len(step.batch.lengths) == 12]
+    carried = long_round.batch.carried_tokens
+    assert carried is not None
+    assert 0 < carried.any(axis=1).sum() <= 4
+
+
 @pytest.mark.parametrize("policy", ["off", "cap", "uniform"])
 def test_prompts_that_continue_generate_no_token_twice(policy: str) -> None:
     steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates())

@@ -225,6 +225,12 @@ class Clock:
         last_end = np.where(np.isfinite(self.end_steps), self.end_steps, 0.0).max(axis=1)
         return self.seconds_at(np.maximum(last_end, completion_steps))
 
+    @property
+    def group_start_steps(self) -> Floats:
+        """Step of each group's first start, shape (G,). Candidates that ended in an earlier rollout start never."""
+        starts: Floats = self.start_steps.min(axis=1)
+        return starts
+
     def generated_until(self, seconds: float) -> Floats:
         """Return the tokens of each candidate, with those of the current step, shape (G, C)."""
         steps = self.steps_begun_at(seconds)
@@ -282,15 +288,14 @@ class Clocks:
         """Return the seconds at which each group has run its number of ``steps``, shape (G,)."""
         seconds = np.zeros(self.engine_of_group.size)
         for clock in self.clocks:
-            # A group's first candidate is admitted first.
-            seconds[clock.rows] = clock.seconds_at(clock.start_steps[:, 0] + steps[clock.rows])
+            seconds[clock.rows] = clock.seconds_at(clock.group_start_steps + steps[clock.rows])
         return seconds
 
     def steps_begun_at(self, seconds: float) -> Floats:
         """Return the number of steps that each group has begun, shape (G,)."""
         steps = np.zeros(self.engine_of_group.size)
         for clock in self.clocks:
-            steps[clock.rows] = np.maximum(clock.steps_begun_at(seconds) - clock.start_steps[:, 0], 0.0)
+            steps[clock.rows] = np.maximum(clock.steps_begun_at(seconds) - clock.group_start_steps, 0.0)
         return steps
 
 

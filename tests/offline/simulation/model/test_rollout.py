@@ -233,6 +233,22 @@ def test_a_deadline_counts_all_tokens_of_a_candidate_that_continues() -> None:
     assert found.truncated[3, 1]
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_deadline_is_known_although_first_candidates_ended_in_earlier_rollouts(order: list[int]) -> None:
+    """Two groups of eight continue. One of their candidates is complete, and the other has 3 tokens more."""
+    lengths = np.asarray([[3, 6], [3, 6]] + [[3, 4]] * 5 + [[4, 100]])
+    done = np.zeros((8, 2), dtype=np.int64)
+    done[:2] = 3
+    drawn = batch(lengths.tolist())
+    ordered = replace(
+        drawn, lengths=lengths[:, order], tail_draws=drawn.tail_draws[:, order], carried_tokens=done[:, order]
+    )
+    cap = build_policies(Shaping(redundancy=2.0), Deadline(exploration=0.0))["cap"]
+    found = simulate(ordered, BatchPlan(2, [2] * 8, cap), Machine(SECOND))
+    assert found.deadline is not None
+    assert found.seconds < 20
+
+
 def test_rules_return_the_longest_candidates_or_none_or_a_sample() -> None:
     """Two of three candidates, with lengths 1, 2 and 3."""
     lengths = batch([[2, 3, 1]])
