@@ -308,7 +308,7 @@ def _start_engines(
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
     access.reload_keys()
-    # Nobody can continue the prompts of a key that was removed.
+    # No caller can continue the prompts of a key that was removed.
     batches.carried.drop_prompts_without_caller()
 
 

@@ -285,7 +285,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of ``work``, or cancel it when the caller disconnects. The body must have been read.
 
     Raises:
-        GroupAborted: the caller disconnected, so nobody gets this error.
+        GroupAborted: the caller disconnected, and does not get this error.
     """
 
     # Starlette itself cancels only streaming responses.

@@ -218,11 +218,11 @@ class Rollouts(Generic[RequestT, OutputT]):
             raise
         try:
             run.open(spec.plan.rule_for(allocation.saturated), allocation)
-        except BaseException as error:
+        except Exception as error:
             if run.member is None:
                 allocation.drop()
-            # Nobody else ends the run, for which an update of the weights would wait.
-            run.cancel(error if isinstance(error, Exception) else None)
+            # The run would never end otherwise, and an update of the weights would wait for it.
+            run.cancel(error)
             raise
         return run
 

@@ -37,7 +37,6 @@ class LoadedWeights:
         """Record the files that the model was loaded from, or None for weights that are in no file."""
         self._are_in_files = tensors is not None
         self.intact = True
-        # An update may bring no tensor at all.
         if tensors:
             self._tensors = tensors
 
