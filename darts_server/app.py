@@ -397,7 +397,12 @@ def make_rooms(
         pruner.record_rewarded_group()
 
     on_reward = [confidence.learn_reward, pruner.learn_reward]
-    reward_matcher = RewardMatcher(statistics.rewards, learn_rewards, metrics.rewards_reported, on_reward=on_reward)
+    reward_matcher = RewardMatcher(
+        statistics.rewards,
+        learn_rewards,
+        metrics.rewards_reported,
+        on_reward=on_reward,
+    )
     events = rollouts.observers
     events.single_request_classified.add(metrics.single_request_classified)
     events.group_closed.add(metrics.group_closed)

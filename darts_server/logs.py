@@ -41,7 +41,12 @@ def set_up(log_format: str, level: str | None) -> None:
                 f"--log-format json and {CONFIG_VARIABLE} = {vllm_config} exclude each other; omit one"
             )
         # vLLM reads the file in each of its processes, which may start at any time. So the file is never deleted.
-        with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w",
+            prefix="darts-log-",
+            suffix=".json",
+            delete=False,
+        ) as file:
             json.dump(config, file)
         os.environ[CONFIG_VARIABLE] = file.name
     logging.config.dictConfig(config)
@@ -136,14 +141,27 @@ def log_start(model: str) -> None:
     logger.info("starting the engine for %s: to load and compile a model can take minutes, most the first time", model)
 
 
-def log_ready(url: str, model: str, policy: str, group_size: int | None) -> None:
+def log_ready(
+    url: str,
+    model: str,
+    policy: str,
+    group_size: int | None,
+) -> None:
     page = f"{url}/darts/"
     grouping = f"single requests of one prompt form groups of {group_size}"
     if group_size is None:
         grouping = "single requests that name no group are not grouped (--group-size)"
     fields = {"url": url, "page": page, "model": model, "policy": policy, "group_size": group_size}
     message = "darts-server is ready: %s (page: %s), model %s, policy %s, %s"
-    logger.info(message, url, page, model, policy, grouping, extra=fields)
+    logger.info(
+        message,
+        url,
+        page,
+        model,
+        policy,
+        grouping,
+        extra=fields,
+    )
 
 
 def log_announced_update(version: int) -> None:

@@ -152,11 +152,20 @@ class AsyncClient:
             model = self._model
         sampling |= {"max_tokens": max_tokens, "temperature": temperature} | drop_none({"seed": seed})
         request = completion_request(
-            prompts, model=model, group_size=group_size, policy=policy, logprobs=logprobs, sampling=sampling
+            prompts,
+            model=model,
+            group_size=group_size,
+            policy=policy,
+            logprobs=logprobs,
+            sampling=sampling,
         )
         # A second request would sample again, so it is sent only if the first never reached the server.
         response = await self._transport.request(
-            "POST", "/v1/completions", idempotent=False, json=request.body, headers=request.headers
+            "POST",
+            "/v1/completions",
+            idempotent=False,
+            json=request.body,
+            headers=request.headers,
         )
         return parse_groups(request, response)
 
@@ -272,7 +281,12 @@ class AsyncClient:
         for `options`.
         """
         request = rollouts_request(
-            prompts, "tokens", group_size=group_size, max_tokens=max_tokens, chunk_tokens=chunk_tokens, **options
+            prompts,
+            "tokens",
+            group_size=group_size,
+            max_tokens=max_tokens,
+            chunk_tokens=chunk_tokens,
+            **options,
         )
         return self._prepare_batch(request, lambda event: event, timeout, progress)
 
@@ -310,7 +324,12 @@ class AsyncClient:
                     batch_prompts = list(islice(remaining_prompts, batch_size))
                     if not batch_prompts:
                         break
-                    batch = self.rollouts(batch_prompts, group_size=group_size, max_tokens=max_tokens, **options)
+                    batch = self.rollouts(
+                        batch_prompts,
+                        group_size=group_size,
+                        max_tokens=max_tokens,
+                        **options,
+                    )
                     batches.append(batch)
                     await batch.start()
                 if not batches:
@@ -350,9 +369,20 @@ class AsyncClient:
         See `rollouts` for the arguments. `timeout` is the number of seconds for one request, by default the client's. A
         retry finds a durable batch again. If the caller is cancelled, the server cancels the batch a minute later.
         """
-        request = rollouts_request(prompts, None, group_size=group_size, max_tokens=max_tokens, **options)
+        request = rollouts_request(
+            prompts,
+            None,
+            group_size=group_size,
+            max_tokens=max_tokens,
+            **options,
+        )
         http_timeout = self._transport.options.request_timeout(timeout)
-        response = await self._transport.request("POST", ROLLOUTS, timeout=http_timeout, **batch_options(request))
+        response = await self._transport.request(
+            "POST",
+            ROLLOUTS,
+            timeout=http_timeout,
+            **batch_options(request),
+        )
         return read_batch(request, response)
 
     async def cancel(self, batch_id: str) -> bool:
@@ -443,7 +473,12 @@ class AsyncClient:
             **drop_none(options),
             **prompt_options,
         }
-        response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
+        response = await self._transport.request(
+            "POST",
+            f"{API}/vote",
+            idempotent=False,
+            json=body,
+        )
         return check_vote(body, parse_response(Vote, response))
 
     def _prepare_batch(

@@ -220,11 +220,22 @@ class AsyncWeightsApi(_AsyncApi):
     ) -> WeightsRecord:
         # With the size, the server can reject a body that is too large before it is sent.
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
-        return await self._update("PUT", path, content=content, headers=headers, params=params)
+        return await self._update(
+            "PUT",
+            path,
+            content=content,
+            headers=headers,
+            params=params,
+        )
 
     async def _update(self, method: str, path: str, **options: Any) -> WeightsRecord:
         # A second update would change the version again, so it is sent only if the first never reached the server.
-        response = await self._transport.request(method, path, idempotent=False, **options)
+        response = await self._transport.request(
+            method,
+            path,
+            idempotent=False,
+            **options,
+        )
         return parse_response(WeightsRecord, response)
 
 

@@ -28,7 +28,12 @@ class AsyncSessionRequests:
         """
         body = drop_none({"prompt_key": prompt_key, "size": size, **options})
         # A second request would create a second group.
-        response = await self.transport.request("POST", f"{API}/sessions", idempotent=False, json=body)
+        response = await self.transport.request(
+            "POST",
+            f"{API}/sessions",
+            idempotent=False,
+            json=body,
+        )
         return parse_response(CreatedGroup, response)
 
     async def end(self, session_id: str, **result: Any) -> SessionState:

@@ -76,7 +76,12 @@ class AsyncTransport:
         """Iterate over the server-sent events of one response. Comments, too, reset the idle timeout."""
         timeout = self.options.stream_timeout(limit)
         with translate_errors(f"{method} {path}"):
-            async with self._http.stream(method, path, timeout=timeout, **options) as response:
+            async with self._http.stream(
+                method,
+                path,
+                timeout=timeout,
+                **options,
+            ) as response:
                 # The message of an error is in the body, which httpx has not read yet.
                 if not response.is_success:
                     await response.aread()

@@ -97,7 +97,12 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
     source = response.url.path
     if response.headers.get("content-type") == TENSORS:
         content, rows = _read_tensors(response.content, source)
-        answer = parse(_Answer, content, source, token_rows=rows)
+        answer = parse(
+            _Answer,
+            content,
+            source,
+            token_rows=rows,
+        )
     else:
         answer = parse(_Answer, response.content, source)
 

@@ -196,7 +196,13 @@ def check_supported(model: Any) -> None:
 
 
 @torch.no_grad()
-def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: bool) -> list[Result]:
+def forward(
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    temperature: float,
+    entropy: bool,
+) -> list[Result]:
     # Dropout would be active in training mode.
     if model.training:
         raise ValueError("model: is in training mode; call model.eval() first")
@@ -266,7 +272,12 @@ def _model_inputs(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor
     return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": mask.to(device)}
 
 
-def _score(logits: Tensor, targets: Sequence[int], temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _score(
+    logits: Tensor,
+    targets: Sequence[int],
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
     # Float32 scores over the vocabulary exist for one row at a time.
     scores = (logits[: len(targets)].float() / temperature).log_softmax(dim=-1)
     target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)

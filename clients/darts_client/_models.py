@@ -21,7 +21,12 @@ class WireModel(BaseModel):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def parse(model: type[ModelT], content: str | bytes, source: str, token_rows: Any = None) -> ModelT:
+def parse(
+    model: type[ModelT],
+    content: str | bytes,
+    source: str,
+    token_rows: Any = None,
+) -> ModelT:
     """Parse JSON. Raise ProtocolError, with `source` and the field in its message, if it does not fit the model.
 
     `token_rows`: `TokenRows` of an answer that has row numbers in place of lists of tokens and log-probs.

@@ -208,7 +208,12 @@ def build_group(
     )
 
 
-def _build_trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_logprobs: bool) -> Trajectory:
+def _build_trajectory(
+    index: int,
+    payload: TrajectoryPayload,
+    tokens: Tokens,
+    with_logprobs: bool,
+) -> Trajectory:
     token_ids, logprobs = tokens
     name = f"trajectory {payload.trajectory_id}"
     if len(token_ids) != payload.length:
@@ -219,7 +224,12 @@ def _build_trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, wi
         count = "no" if logprobs is None else len(logprobs)
         raise ProtocolError(f"{name} has {payload.length} tokens but {count} logprobs")
     copied_fields = {name: getattr(payload, name) for name in _COPIED_TO_TRAJECTORY}
-    return Trajectory(index=index, token_ids=token_ids, logprobs=logprobs, **copied_fields)
+    return Trajectory(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        **copied_fields,
+    )
 
 
 def _find_copied_fields(

@@ -105,7 +105,13 @@ class Overlap:
             raise ValueError(f"prompt {number} has no tokens")
         self._prompts[number] = PromptSequence(self._checked_tokens(token_ids))
 
-    def add_tokens(self, trajectory_id: str, number: int, token_ids: Sequence[int], start: int | None = None) -> None:
+    def add_tokens(
+        self,
+        trajectory_id: str,
+        number: int,
+        token_ids: Sequence[int],
+        start: int | None = None,
+    ) -> None:
         """Append tokens that a candidate of prompt `number` has generated, from position `start` of its completion.
 
         Raises:
@@ -125,7 +131,12 @@ class Overlap:
                 raise ValueError(f"prompt {number} is closed, trajectory {trajectory_id!r} cannot be added")
             # The logits of the prompt's last token score the first generated token.
             last_token = prompt.tokens[-1:]
-            candidate = CandidateSequence(last_token, trajectory_id=trajectory_id, number=number, prompt=prompt)
+            candidate = CandidateSequence(
+                last_token,
+                trajectory_id=trajectory_id,
+                number=number,
+                prompt=prompt,
+            )
             prompt.candidates.append(candidate)
             self._candidates[trajectory_id] = candidate
         elif candidate.number != number:
@@ -166,7 +177,12 @@ class Overlap:
         """Apply an event of `stream_tokens`: add tokens, finish or drop a trajectory, or close a prompt."""
         match event:
             case Delta():
-                self.add_tokens(event.trajectory_id, event.number, event.token_ids, start=event.start)
+                self.add_tokens(
+                    event.trajectory_id,
+                    event.number,
+                    event.token_ids,
+                    start=event.start,
+                )
             case TrajectoryEvent():
                 self.finish(event.trajectory_id, len(event.token_ids))
             case Discard():
@@ -181,7 +197,12 @@ class Overlap:
         """Apply a server-sent event of a token stream from its name and its JSON."""
         match name:
             case "delta":
-                self.add_tokens(data["trajectory_id"], data["number"], data["token_ids"], start=data["start"])
+                self.add_tokens(
+                    data["trajectory_id"],
+                    data["number"],
+                    data["token_ids"],
+                    start=data["start"],
+                )
             case "trajectory":
                 self.finish(data["trajectory_id"], data["length"])
             case "discard":
@@ -205,7 +226,12 @@ class Overlap:
         if not batch:
             return []
         rows = [row for _, row in batch]
-        results = forward(self._model, rows, temperature=self._temperature, entropy=self._with_entropy)
+        results = forward(
+            self._model,
+            rows,
+            temperature=self._temperature,
+            entropy=self._with_entropy,
+        )
 
         chunks = []
         for (sequence, _), result in zip(batch, results, strict=True):

@@ -146,7 +146,13 @@ class Savings:
         self._steps_since_plain[level] = 0
         self._add_saved(level, LOST_SHARE * plain_seconds, plain_seconds)
 
-    def count_drafted(self, sequences: int, plain_seconds: float, seconds: float, tokens: int) -> None:
+    def count_drafted(
+        self,
+        sequences: int,
+        plain_seconds: float,
+        seconds: float,
+        tokens: int,
+    ) -> None:
         """Count a step with drafts that gave so many tokens. ``plain_seconds``: of a step without drafts."""
         level = _level_of(sequences)
         self._steps_since_plain[level] += 1
@@ -174,7 +180,12 @@ def count_worthwhile(sequences: int, chances: Floats, seconds: Floats) -> int:
     return int(np.argmax(expected_tokens / seconds))
 
 
-def choose_lengths(chances: Floats, drafted: Ints, times: StepTimes, cost_scale: float) -> tuple[Ints, float]:
+def choose_lengths(
+    chances: Floats,
+    drafted: Ints,
+    times: StepTimes,
+    cost_scale: float,
+) -> tuple[Ints, float]:
     """Return how many tokens of each draft are verified, and the least chance that is worth a verification now.
 
     ``chances``: [sequences, most], falling in each row. ``drafted``: number of tokens of each draft.

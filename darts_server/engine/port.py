@@ -171,7 +171,11 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Return the output of a candidate that was aborted before the engine started it: ``prefix`` alone."""
 
     def finished_output(
-        self, request: RequestT_contra, tokens: TokenSlice, finish_reason: FinishReason, text: str
+        self,
+        request: RequestT_contra,
+        tokens: TokenSlice,
+        finish_reason: FinishReason,
+        text: str,
     ) -> OutputT:
         """Return the output of a candidate that finished with these tokens and this text on another engine."""
 
@@ -193,7 +197,11 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
         """
 
     async def make_request(
-        self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+        self,
+        prompt: PromptSpec,
+        sampling: Mapping[str, object],
+        size: int,
+        request_id: str,
     ) -> RequestT:
         """Build a request for ``size`` trajectories, and check it as far as possible.
 

@@ -196,7 +196,13 @@ class ScriptedEngine:
     def aborted_output(self, request: str, prefix: TokenSlice = NO_TOKENS) -> list[int]:
         return list(prefix.token_ids)
 
-    def finished_output(self, request: str, tokens: TokenSlice, finish_reason: FinishReason, text: str) -> list[int]:
+    def finished_output(
+        self,
+        request: str,
+        tokens: TokenSlice,
+        finish_reason: FinishReason,
+        text: str,
+    ) -> list[int]:
         return list(tokens.token_ids)
 
     def tokens_from(self, output: list[int], start: int) -> TokenSlice:

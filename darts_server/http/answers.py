@@ -69,7 +69,13 @@ async def with_turns_between(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 class ClosingResponse(StreamingResponse):
     """Send an answer, and close ``cleanup`` when it was sent or the client has disconnected."""
 
-    def __init__(self, parts: AsyncIterator[bytes], media_type: str, length: int | None, cleanup: ExitStack) -> None:
+    def __init__(
+        self,
+        parts: AsyncIterator[bytes],
+        media_type: str,
+        length: int | None,
+        cleanup: ExitStack,
+    ) -> None:
         super().__init__(parts, media_type=media_type)
         if length is not None:
             self.headers["Content-Length"] = str(length)

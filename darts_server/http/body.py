@@ -79,7 +79,12 @@ class IncompleteBody(InvalidRequest):
         super().__init__("body", "is incomplete; send the request again")
 
 
-def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Caller | None = None) -> Receive:
+def limit_receive(
+    scope: Scope,
+    receive: Receive,
+    limits: BodyLimits,
+    caller: Caller | None = None,
+) -> Receive:
     """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`.
 
     The error is also kept in ``caller``, where the middleware finds it.
@@ -148,7 +153,13 @@ async def parse_body(model: type[ModelT], body: bytes, list_field: str | None = 
     """Parse a JSON body, a large body in a thread. Arguments and errors are those of `parse`."""
     if len(body) <= INLINE_BYTES:
         return parse(model, body)
-    return await anyio.to_thread.run_sync(parse, model, body, list_field, limiter=one_at_a_time)
+    return await anyio.to_thread.run_sync(
+        parse,
+        model,
+        body,
+        list_field,
+        limiter=one_at_a_time,
+    )
 
 
 async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, *, num_bytes: int) -> ValidatedT:
@@ -256,7 +267,12 @@ def _check_small_enough(text: bytes) -> None:
     check_structure(text, MAX_PARTS_AT_ONCE, MAX_VALUES_AT_ONCE, where)
 
 
-def check_structure(text: bytes, max_parts: int, max_values: int, where: str) -> None:
+def check_structure(
+    text: bytes,
+    max_parts: int,
+    max_values: int,
+    where: str,
+) -> None:
     """Check a JSON text before it is parsed. ``where`` names the text in messages.
 
     Raises:

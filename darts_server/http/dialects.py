@@ -47,7 +47,12 @@ class Controls:
     """Whether admins may call any method of the workers."""
 
     async def load_weights(
-        self, path_field: str, path: str, *, lora: str | None = None, aborts_running: bool = False
+        self,
+        path_field: str,
+        path: str,
+        *,
+        lora: str | None = None,
+        aborts_running: bool = False,
     ) -> None:
         """Load weights from a file or folder, or a LoRA adapter from a folder.
 
@@ -73,7 +78,12 @@ class Controls:
             if lora is None:
                 await self.updates.load(path, rule=KEEP, when_staged=abort_running)
             else:
-                await self.updates.loras.load(lora, path, rule=KEEP, when_staged=abort_running)
+                await self.updates.loras.load(
+                    lora,
+                    path,
+                    rule=KEEP,
+                    when_staged=abort_running,
+                )
         except InvalidRequest as error:
             # The trainer has other names for the fields.
             trainers_field = {"path": path_field, "name": "lora_name"}.get(error.field)
@@ -167,7 +177,12 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
     async def update_lora(request: Request) -> dict[str, Any]:
         """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load_weights("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts_running=True)
+        await controls.load_weights(
+            "lora_model_path",
+            body.lora_model_path,
+            lora=body.lora_name,
+            aborts_running=True,
+        )
         return success(f"The LoRA adapter has version {controls.updates.coordinator.version}")
 
     async def refuse_nccl(request: Request) -> None:
@@ -177,7 +192,12 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
         )
 
     for path in AREAL_NCCL:
-        api.add_api_route(path, refuse_nccl, name="refuse", methods=["POST"])
+        api.add_api_route(
+            path,
+            refuse_nccl,
+            name="refuse",
+            methods=["POST"],
+        )
 
 
 # --- prime-rl 0.8.0: prime_rl/utils/client.py ---

@@ -46,7 +46,12 @@ def create_router(
 ) -> APIRouter:
     """Create the routes. ``needs_key``: whether OpenAPI describes a key, which `SecurityMiddleware` checks."""
     dependencies = [Depends(BEARER)] if needs_key else []
-    api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
+    api = APIRouter(
+        prefix="/darts/v1",
+        tags=["darts"],
+        dependencies=dependencies,
+        responses=FAILURES,
+    )
 
     groups.add_routes(api, provenance, statistics, reward_matcher)
     rollouts.add_routes(api, batches)
@@ -136,7 +141,12 @@ def _create_metrics_route(route: APIRoute) -> Route:
         answer: Response = route.endpoint(Request(scope))
         await answer(scope, receive, send)
 
-    return Route(METRICS, SharedAnswers(metrics, varies=False), methods=["GET"], include_in_schema=False)
+    return Route(
+        METRICS,
+        SharedAnswers(metrics, varies=False),
+        methods=["GET"],
+        include_in_schema=False,
+    )
 
 
 def _create_description_route(application: FastAPI, route: Route) -> Route:

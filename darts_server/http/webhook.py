@@ -35,7 +35,13 @@ class Webhook:
         self._transport = transport
         self._waiting: asyncio.Queue[Message] = asyncio.Queue(MAX_WAITING)
 
-    def send(self, group_id: str, session_id: str | None, kind: str, reason: str | None) -> None:
+    def send(
+        self,
+        group_id: str,
+        session_id: str | None,
+        kind: str,
+        reason: str | None,
+    ) -> None:
         # The arguments are those of `GroupEvents.session_event`.
         try:
             self._waiting.put_nowait({"group_id": group_id, "session": session_id, "type": kind, "reason": reason})

@@ -85,16 +85,37 @@ class Collectors:
         self._registry = registry
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ("model_name",), registry=self._registry).labels(self._model)
+        return Counter(
+            name,
+            text,
+            ("model_name",),
+            registry=self._registry,
+        ).labels(self._model)
 
-    def _counters(self, name: str, text: str, label: str, values: Iterable[ValueT]) -> dict[ValueT, Counter]:
-        counter = Counter(name, text, ("model_name", label), registry=self._registry)
+    def _counters(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        values: Iterable[ValueT],
+    ) -> dict[ValueT, Counter]:
+        counter = Counter(
+            name,
+            text,
+            ("model_name", label),
+            registry=self._registry,
+        )
         # All counters are exported from the start, at 0: otherwise `rate` would miss the first increment.
         return {value: counter.labels(self._model, _label_value(value)) for value in values}
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         # Gauges and histograms appear with their first value, not from the start.
-        return Gauge(name, text, ("model_name", *labels), registry=self._registry)
+        return Gauge(
+            name,
+            text,
+            ("model_name", *labels),
+            registry=self._registry,
+        )
 
     def _create_read_metrics(self, described: Described, reads: Reads, family: Family = GaugeMetricFamily) -> None:
         for name, (text, labels) in described.items():
@@ -103,8 +124,20 @@ class Collectors:
             for values in product(*labels.values()):
                 metric.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        buckets: tuple[float, ...],
+        *labels: str,
+    ) -> Histogram:
+        return Histogram(
+            name,
+            text,
+            ("model_name", *labels),
+            buckets=buckets,
+            registry=self._registry,
+        )
 
 
 def _label_value(value: object) -> str:

@@ -179,15 +179,48 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     source = export.add_mutually_exclusive_group(required=True)
     source.add_argument("--url", help=f"URL of a running server; its API key, if it has one, in {API_KEY}")
-    source.add_argument("--state", type=Path, metavar="FILE", help="state that was saved by GET /darts/v1/state")
+    source.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="state that was saved by GET /darts/v1/state",
+    )
     add = export.add_argument
-    add("--output", type=Path, required=True, metavar="FILE", help="file for the trace, as JSON lines")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file for the trace, as JSON lines",
+    )
     samples_help = "number of lengths for a prompt whose lengths were not seen (default: %(default)s)"
-    add("--samples", type=int, default=16, metavar="N", help=samples_help)
-    add("--prompt-tokens", type=int, metavar="N", help="tokens of each prompt whose length is not known")
+    add(
+        "--samples",
+        type=int,
+        default=16,
+        metavar="N",
+        help=samples_help,
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of each prompt whose length is not known",
+    )
     cap_help = "maximum length of a trajectory, at most the limit of the requests (default: the limit of the requests)"
-    add("--cap", type=int, metavar="N", help=cap_help)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the drawn lengths (default: %(default)s)")
+    add(
+        "--cap",
+        type=int,
+        metavar="N",
+        help=cap_help,
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the drawn lengths (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     for flag, least in {"samples": 1, "prompt_tokens": 1, "cap": 1, "seed": 0}.items():
         value = getattr(options, flag)

@@ -104,7 +104,12 @@ def allocate(
     m = np.arange(low, high)
     # The gain of candidate m + 1 is w / m - w / (m + 1).
     gains = w[:, None] / (m * (m + 1))
-    return allocate_by_gain(gains, budget, low, preference=w)
+    return allocate_by_gain(
+        gains,
+        budget,
+        low,
+        preference=w,
+    )
 
 
 def allocate_by_gain(

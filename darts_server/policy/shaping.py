@@ -205,12 +205,22 @@ def build_policies(
         "uniform": base,
         "darts": darts,
         "darts_cut": replace(darts, tail=Tail.SAMPLED, deadline=deadline),
-        "cap": replace(fixed, redundancy=1.0, deadline=deadline, completion_share=completion_share),
+        "cap": replace(
+            fixed,
+            redundancy=1.0,
+            deadline=deadline,
+            completion_share=completion_share,
+        ),
     }
     if pruning is not None:
         # On average, pruning leaves as many candidates as are returned.
         redundancy = 1 / pruning.keep_ratio
-        policies["arrol"] = replace(fixed, redundancy=redundancy, sample_survivors=True, pruning=pruning)
+        policies["arrol"] = replace(
+            fixed,
+            redundancy=redundancy,
+            sample_survivors=True,
+            pruning=pruning,
+        )
         policies["darts+arrol"] = replace(darts, pruning=pruning)
     if informative is not None:
         policies["informative"] = informative

@@ -79,7 +79,13 @@ class Head:
             steps=self.steps,
         )
 
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
+    def learn(
+        self,
+        hidden: NDArray[np.floating],
+        position: int,
+        target: float,
+        survival: float = 1.0,
+    ) -> None:
         """Add the label of a trajectory that had this hidden state after ``position`` tokens.
 
         ``target``: 1 for correct, 0 for wrong. ``survival``: probability with which pruning kept the trajectory.

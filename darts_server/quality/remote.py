@@ -106,7 +106,13 @@ class RemoteHead:
             return Score(report.prior, status)
         return Score(snapshot.score(feature), status)
 
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
+    def learn(
+        self,
+        hidden: NDArray[np.floating],
+        position: int,
+        target: float,
+        survival: float = 1.0,
+    ) -> None:
         """Add a label for the next training, see `head.Head.learn`."""
         with self._changed:
             self._unsent_examples.append((hidden, position, target, survival))

@@ -47,7 +47,12 @@ class Plan:
 
     def shrink_to(self, size: int) -> "Plan":
         if size == 1:
-            return replace(self, shaping=UNSHAPED, size=1, auto=None)
+            return replace(
+                self,
+                shaping=UNSHAPED,
+                size=1,
+                auto=None,
+            )
         try:
             return replace(self, size=size)
         except InvalidRequest:
@@ -136,7 +141,16 @@ class Planner:
             # A plan under `OFF` only counts the group. A request that names `off` is not counted, because it may be of
             # an evaluation.
             is_counted = size > 1 and is_single_request and options.policy != OFF and not in_batch
-            return Plan(OFF, UNSHAPED, size, single=True) if is_counted else None
+            return (
+                Plan(
+                    OFF,
+                    UNSHAPED,
+                    size,
+                    single=True,
+                )
+                if is_counted
+                else None
+            )
         if self.limits.group_size not in (None, size):
             raise InvalidRequest(
                 field,
@@ -144,7 +158,13 @@ class Planner:
                 f"request that many, or use policy 'off'",
             )
         auto = self._auto if name == AUTO else None
-        return Plan(name, self._policies[name], size, single=is_single_request, auto=auto)
+        return Plan(
+            name,
+            self._policies[name],
+            size,
+            single=is_single_request,
+            auto=auto,
+        )
 
     def shaping(self, policy: str) -> Shaping | None:
         return self._policies.get(policy)

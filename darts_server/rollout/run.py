@@ -419,7 +419,12 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _handle_bug(self, error: Exception, *events: Event) -> None:
         # An error of ours ends this group, and no other group.
-        logger.error("group %s failed on the events %s", self.spec.group_id, events, exc_info=error)
+        logger.error(
+            "group %s failed on the events %s",
+            self.spec.group_id,
+            events,
+            exc_info=error,
+        )
         self.fail(error)
 
     def _apply_decisions(self, decisions: list[Decision]) -> None:

@@ -87,7 +87,14 @@ class TokenIndex:
         terms[:1] += np.uint64(hash_before)
         return terms.cumsum(out=terms)
 
-    def add(self, caller: str, key: int, rank: int | None = None, *, is_answer: bool = False) -> None:
+    def add(
+        self,
+        caller: str,
+        key: int,
+        rank: int | None = None,
+        *,
+        is_answer: bool = False,
+    ) -> None:
         """Store a sequence by its hash ``key``. An answer stays an answer."""
         earlier = self._stored.entries_of(caller).get(key)
         is_answer = is_answer or (earlier is not None and earlier.is_answer)
@@ -244,7 +251,12 @@ class Turns:
             # A later turn may lack the last tokens.
             beginning = token_ids[:-ANSWER_END] or token_ids[:1]
             hashes = self._sequences.prefix_hashes(beginning, prompt_hash, len(turn.token_ids))
-            self._sequences.add(turn.caller, int(hashes[-1]), turn.rank, is_answer=True)
+            self._sequences.add(
+                turn.caller,
+                int(hashes[-1]),
+                turn.rank,
+                is_answer=True,
+            )
             if turn.stable_hash is not None:
                 self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
         elif aborted and turn.group_size is not None:

@@ -70,7 +70,13 @@ class Confidence:
     ) -> None:
         blobs = BlobStore(documents, VOTE_BLOBS)
         self.points: Mapping[str, DetectionPoint] = {
-            kind: DetectionPoint(blobs, kind, calibration, width=0, name=f"of votes by {kind}")
+            kind: DetectionPoint(
+                blobs,
+                kind,
+                calibration,
+                width=0,
+                name=f"of votes by {kind}",
+            )
             for kind in LOGPROB_KINDS
         }
         # By group id, candidate index and kind.

@@ -32,7 +32,11 @@ class Ticket:
     """Admitted candidates, which wait for the engine or run on it until `release`."""
 
     def __init__(
-        self, admission: "Admission", limited_key: str | None, request: Caller | None, candidates: int = 0
+        self,
+        admission: "Admission",
+        limited_key: str | None,
+        request: Caller | None,
+        candidates: int = 0,
     ) -> None:
         self._admission = admission
         # Name of the caller's key, or None for an administrator or without a key.
@@ -184,7 +188,13 @@ class Admission:
             free = min(free, self._max_running_and_waiting - self._count_unfinished() - self.not_in_engine)
         return free
 
-    def check_limits(self, candidates: int, limited_key: str | None, in_request: int, field: str) -> None:
+    def check_limits(
+        self,
+        candidates: int,
+        limited_key: str | None,
+        in_request: int,
+        field: str,
+    ) -> None:
         """Raise an error of `admit` unless a request with ``in_request`` candidates may have ``candidates`` more."""
         needed = in_request + candidates
         quota = self._limits.max_per_caller

@@ -59,7 +59,13 @@ class FairCache(Generic[K, V]):
     def __iter__(self) -> Iterator[tuple[str | None, Mapping[K, V]]]:
         return ((name or None, owned.entries) for name, owned in self._by_owner.items())
 
-    def put(self, owner: str | None, key: K, value: V, weight: int = 0) -> list[tuple[K, V]]:
+    def put(
+        self,
+        owner: str | None,
+        key: K,
+        value: V,
+        weight: int = 0,
+    ) -> list[tuple[K, V]]:
         """Add or renew an entry, even if it is heavier than the limit. Return the entries that are dropped for it."""
         name = owner or ""
         owned = self._by_owner.setdefault(name, _OwnerEntries())
@@ -101,7 +107,13 @@ class FairCache(Generic[K, V]):
             dropped.append((key, value))
         return dropped
 
-    def _update_totals(self, name: str, owned: _OwnerEntries[K, V], added: int, added_weight: int) -> None:
+    def _update_totals(
+        self,
+        name: str,
+        owned: _OwnerEntries[K, V],
+        added: int,
+        added_weight: int,
+    ) -> None:
         """Update totals and rankings after an owner's entries changed. The numbers may be negative."""
         size = len(owned.entries)
         weight = owned.total_weight + added_weight
@@ -114,7 +126,12 @@ class FairCache(Generic[K, V]):
             del self._by_owner[name]
 
 
-def _move_in_ranking(ranking: list[tuple[int, str]], name: str, before: int, now: int) -> None:
+def _move_in_ranking(
+    ranking: list[tuple[int, str]],
+    name: str,
+    before: int,
+    now: int,
+) -> None:
     # Owners with 0 are not in the ranking.
     if before == now:
         return

@@ -72,7 +72,12 @@ def watch_loop(
             stack = traceback.StackSummary.extract(frames, limit=STACK_DEPTH, lookup_lines=False)
             calls = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in stack)
             extra = {"seconds": round(delay, 3)}
-            logger.warning("the event loop is %.2f s late, in %s", delay, calls, extra=extra)
+            logger.warning(
+                "the event loop is %.2f s late, in %s",
+                delay,
+                calls,
+                extra=extra,
+            )
 
     thread = threading.Thread(target=log_stack_while_late, name="darts-loop-lag", daemon=True)
     thread.start()

@@ -30,13 +30,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--darts-config", metavar="FILE", help="TOML file with these settings.")
     for name, field in Settings.model_fields.items():
         if field.annotation is bool:
-            group.add_argument(flag_of(name), dest=name, action="store_const", const="true", help=field.description)
+            group.add_argument(
+                flag_of(name),
+                dest=name,
+                action="store_const",
+                const="true",
+                help=field.description,
+            )
         elif field.annotation == tuple[str, ...]:
             group.add_argument(
-                flag_of(name), dest=name, action="append", metavar=metavar_of(name, field), help=help_of(field)
+                flag_of(name),
+                dest=name,
+                action="append",
+                metavar=metavar_of(name, field),
+                help=help_of(field),
             )
         else:
-            group.add_argument(flag_of(name), dest=name, metavar=metavar_of(name, field), help=help_of(field))
+            group.add_argument(
+                flag_of(name),
+                dest=name,
+                metavar=metavar_of(name, field),
+                help=help_of(field),
+            )
 
 
 def load(flags: Mapping[str, str | list[str] | None], config: str | None) -> Settings:

@@ -64,7 +64,12 @@ def encode(document: Document) -> str:
     for name, value in document.items():
         if not isinstance(name, str) or not isinstance(value, Scalar):
             raise TypeError(f"a document has JSON scalars by name, not {value!r} as {name!r}")
-    text = json.dumps(dict(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(
+        dict(document),
+        ensure_ascii=False,
+        allow_nan=False,
+        separators=(",", ":"),
+    )
     if len(text.encode()) > DOCUMENT_BYTES:
         raise ValueError(f"a document has at most {DOCUMENT_BYTES} bytes of JSON")
     return text

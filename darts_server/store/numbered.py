@@ -131,7 +131,12 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
 
     def _connect(self) -> sqlite3.Connection:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self._path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            self._path,
+            BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+        )
         try:
             [[version]] = connection.execute("PRAGMA user_version")
             if version not in (0, VERSION):

@@ -38,7 +38,13 @@ class Refused(Exception):
 class Connection(Runner):
     """A runner that sends one request at a time. ``timeout``: seconds of a request with its repetitions."""
 
-    def __init__(self, client: httpx.AsyncClient, kind: Kind, url: str, timeout: float) -> None:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        kind: Kind,
+        url: str,
+        timeout: float,
+    ) -> None:
         if kind is Kind.OPENRLHF:
             self.limits = BatchLimits(OPENRLHF_ANSWERS, timeout / 2, shared=False)
         self._client = client
@@ -85,7 +91,12 @@ class Connection(Runner):
         # None stands for the last attempt.
         for pause in (*RETRY_SECONDS, None):
             try:
-                async with self._client.stream("POST", self._url, content=body, headers=HEADERS) as response:
+                async with self._client.stream(
+                    "POST",
+                    self._url,
+                    content=body,
+                    headers=HEADERS,
+                ) as response:
                     content = await _read_limited(response)
                 if response.status_code not in RETRIED or pause is None:
                     break

@@ -77,7 +77,14 @@ class Loras:
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             return parse_config(config, "config"), await self.staging.write(body(layers.max_bytes))
 
-        update = _LoraUpdate(source="push", lora=name, loras=self, fetch=fetch, field="body", **options)
+        update = _LoraUpdate(
+            source="push",
+            lora=name,
+            loras=self,
+            fetch=fetch,
+            field="body",
+            **options,
+        )
         return await self._run(update, version)
 
     async def load(
@@ -112,13 +119,25 @@ class Loras:
                     raise InvalidRequest(FIELD, problem)
                 return parse_config(config, FIELD), await self.staging.write(read_chunks())
 
-        update = _LoraUpdate(source="disk", lora=name, loras=self, fetch=fetch, field=FIELD, **options)
+        update = _LoraUpdate(
+            source="disk",
+            lora=name,
+            loras=self,
+            fetch=fetch,
+            field=FIELD,
+            **options,
+        )
         return await self._run(update, version)
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter when no running request uses it. Raises as `push`, and `NotFound`."""
         # No other rule is possible, because requests cannot continue without the adapter.
-        update = _LoraUpdate(source="delete", lora=name, loras=self, rule=Rule.FINISH)
+        update = _LoraUpdate(
+            source="delete",
+            lora=name,
+            loras=self,
+            rule=Rule.FINISH,
+        )
         return await self._run(update, None)
 
     async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:

@@ -79,7 +79,13 @@ class Updates:
             path = await self.staging.write(body(limit))
             return await run_sync(read_tensors, path, "body")
 
-        update = _WeightUpdate(source="push", owner=self, fetch=fetch, field="body", **options)
+        update = _WeightUpdate(
+            source="push",
+            owner=self,
+            fetch=fetch,
+            field="body",
+            **options,
+        )
         return await self.coordinator.run(update, version)
 
     async def load(
@@ -100,7 +106,13 @@ class Updates:
             resolved, root = await run_sync(resolve_path, self._root, path)
             return await run_sync(read_tensors, resolved, "path", root)
 
-        update = _WeightUpdate(source="disk", owner=self, fetch=fetch, field="path", **options)
+        update = _WeightUpdate(
+            source="disk",
+            owner=self,
+            fetch=fetch,
+            field="path",
+            **options,
+        )
         return await self.coordinator.run(update, version)
 
 
@@ -117,7 +129,14 @@ class _WeightUpdate(Update):
 
         async def check() -> TensorSet:
             expected = await self.owner.model.expected_tensors()
-            tensors = await run_sync(lambda: check_tensors(expected, given, partial=self.partial, field=self.field))
+            tensors = await run_sync(
+                lambda: check_tensors(
+                    expected,
+                    given,
+                    partial=self.partial,
+                    field=self.field,
+                )
+            )
             if self.check_finite:
                 await run_sync(check_numbers, tensors, self.field)
             if tensors.keys() != expected.tensors.keys():

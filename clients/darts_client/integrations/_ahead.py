@@ -196,7 +196,13 @@ class BatchesAhead:
 class GroupRequests:
     """Requests groups by `POST /darts/v1/rollouts`. The server keeps unfinished prompts."""
 
-    def __init__(self, server: Server, group_size: int, options: Mapping[str, Any], carry: Carry = "restart") -> None:
+    def __init__(
+        self,
+        server: Server,
+        group_size: int,
+        options: Mapping[str, Any],
+        carry: Carry = "restart",
+    ) -> None:
         self._server = server
         self._carry: Carry = carry
         self._group_size = group_size

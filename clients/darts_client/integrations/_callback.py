@@ -63,7 +63,13 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
         # The first log has the increase since this call.
         self._attempt("read the server's metrics", self._read_metrics)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         if state.is_world_process_zero:
             path = _checkpoint_folder(args, state) / STATE_FILE
             self._attempt("save the server's state", lambda: self._save(path))

@@ -128,7 +128,12 @@ class Sampler:
         if session is not None:
             request_headers["X-Session-ID"] = session
 
-        response = await self.request("POST", "/v1/completions", json=body, headers=request_headers)
+        response = await self.request(
+            "POST",
+            "/v1/completions",
+            json=body,
+            headers=request_headers,
+        )
         completion = parse_response(_Completion, response)
         if len(completion.choices) != 1:
             raise ProtocolError(f"expected one choice, got {len(completion.choices)}")
@@ -153,4 +158,9 @@ class Sampler:
             options_of_all = TransportOptions(timeout=TIMEOUT)
             self._connections = AsyncTransport(self.url, self.api_key, options_of_all, self.transport)
             self._loop = loop
-        return await self._connections.request(method, path, idempotent=method == "GET", **options)
+        return await self._connections.request(
+            method,
+            path,
+            idempotent=method == "GET",
+            **options,
+        )

@@ -36,7 +36,13 @@ class Server:
 
     def client(self, timeout: float = SHORT_TIMEOUT, retries: int = 0) -> Client:
         """Return a client that by default never retries."""
-        return Client(self.url, api_key=self.api_key, timeout=timeout, connect_timeout=SHORT_TIMEOUT, retries=retries)
+        return Client(
+            self.url,
+            api_key=self.api_key,
+            timeout=timeout,
+            connect_timeout=SHORT_TIMEOUT,
+            retries=retries,
+        )
 
     def check_weights(self) -> None:
         """Check that the server accepts weights.

@@ -123,7 +123,13 @@ class AheadOptions:
 class PromptsAhead:
     """Samples the batches of a trainer, with TRL's prompts in TRL's order, each as often as TRL would."""
 
-    def __init__(self, trainer: Any, options: AheadOptions, server: Server, position: Position | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        options: AheadOptions,
+        server: Server,
+        position: Position | None,
+    ) -> None:
         self._trainer = trainer
         self._options = options
         args = trainer.args
@@ -211,7 +217,13 @@ class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
     def __init__(self) -> None:
         self.prompts: PromptsAhead | None = None
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         if self.prompts is not None and state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             self.prompts.position.save(folder / POSITION_FILE)

@@ -92,7 +92,12 @@ class HttpEngine:
         return Output(list(prompt_token_ids), [completion])
 
 
-def served(executor: T, url: str, api_key: str | None = None, model: str | None = None) -> T:
+def served(
+    executor: T,
+    url: str,
+    api_key: str | None = None,
+    model: str | None = None,
+) -> T:
     """Return a subclass of an OpenRLHF `AgentExecutor` that samples from the server."""
     engine = HttpEngine(url, api_key, model)
 

@@ -146,7 +146,12 @@ class Facade:
         request_id = body.get("rid")
         self._num_running += 1
         try:
-            answer = await self._sampler.sample(prompt, sampling, session=session, request_id=request_id)
+            answer = await self._sampler.sample(
+                prompt,
+                sampling,
+                session=session,
+                request_id=request_id,
+            )
         finally:
             self._num_running -= 1
 

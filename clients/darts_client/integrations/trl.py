@@ -200,7 +200,12 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
             )
         records = sampled_groups.fetch_records(self._server)
         scale = self.scale_rewards != "none"
-        return weighted_advantages(records, rewards.tolist(), scale=scale, by_pass_rate=self._by_pass_rate)
+        return weighted_advantages(
+            records,
+            rewards.tolist(),
+            scale=scale,
+            by_pass_rate=self._by_pass_rate,
+        )
 
     def _is_training(self) -> bool:
         # TRL itself reads the same flag.

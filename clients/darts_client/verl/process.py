@@ -25,7 +25,12 @@ MARKER = "guard-"
 async def start_guarded(folder: Path, command: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
     """Start a command below a guard. The returned process exits with the command's code, or when the guard ends."""
     starter = (sys.executable, "-m", "darts_client.verl.process", str(folder))
-    return await asyncio.create_subprocess_exec(*starter, *command, stdin=asyncio.subprocess.PIPE, env=env)
+    return await asyncio.create_subprocess_exec(
+        *starter,
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        env=env,
+    )
 
 
 def main() -> int:

@@ -49,7 +49,13 @@ class DartsServer:
         devices: visible devices, separated by commas.
     """
 
-    def __init__(self, config: Any, model_config: Any, replica_rank: int, devices: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        model_config: Any,
+        replica_rank: int,
+        devices: str,
+    ) -> None:
         self.config = omega_conf_to_dataclass(config)
         self.model_config = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         self.replica_rank = replica_rank
@@ -147,7 +153,12 @@ class DartsServer:
                 await self._restart(process, error)
 
     async def _post(self, path: str) -> None:
-        await self._call_with_restart(self._sampler.request, "POST", path, json={})
+        await self._call_with_restart(
+            self._sampler.request,
+            "POST",
+            path,
+            json={},
+        )
 
     # --- requests ---------------------------------------------------------------
 
@@ -192,7 +203,11 @@ class DartsServer:
             self._steps_in_flight[request_key] = self.global_steps
             try:
                 answer = await self._call_with_restart(
-                    self._sampler.sample, [*prompt, *tokens], sampling, logprobs=with_logprobs, headers=headers
+                    self._sampler.sample,
+                    [*prompt, *tokens],
+                    sampling,
+                    logprobs=with_logprobs,
+                    headers=headers,
                 )
             finally:
                 # An update during a pause has changed the step of requests that had not begun.
@@ -329,7 +344,12 @@ FORWARDED_SETTINGS = (
 """veRL's rollout settings that are flags of vLLM with the same name."""
 
 
-def server_flags(config: Any, model_config: Any, replica_rank: int, folder: Path) -> list[str]:
+def server_flags(
+    config: Any,
+    model_config: Any,
+    replica_rank: int,
+    folder: Path,
+) -> list[str]:
     """Return the flags of a rollout configuration. `engine_kwargs.darts` goes before veRL's own settings."""
     settings: dict[str, Any] = {name: getattr(config, name) for name in FORWARDED_SETTINGS}
     settings["seed"] = replica_rank + config.seed

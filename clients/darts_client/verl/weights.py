@@ -115,7 +115,13 @@ class WeightFolders:
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types here
     """Brings weights from a veRL worker to the server of its replica."""
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+    def __init__(
+        self,
+        config: Any,
+        model_config: Any,
+        device_mesh: Any,
+        replica_rank: int = -1,
+    ) -> None:
         super().__init__(config, model_config, device_mesh)
         rank = int(os.environ["RANK"])
         # A replica is one worker. veRL reads both attributes.

@@ -69,7 +69,13 @@ class CandidateAnswer(BaseModel):
     tool_seconds: ToolSeconds
 
     @classmethod
-    def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
+    def of(
+        cls,
+        group: GroupRecord,
+        record: CandidateRecord,
+        rank: int | None,
+        rewards: GroupRewards,
+    ) -> Self:
         # Reported rewards replace the verifier's rewards in the record.
         reward, correct = rewards.by_index.get(record.index, (record.reward, record.correct))
         # The record does not have these fields under the same name.
@@ -235,7 +241,12 @@ class PromptAnswer(BaseModel):
     rewards: PromptRewardsAnswer | None = Field(description="Null while no trajectory has a reward.")
 
 
-def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, reward_matcher: RewardMatcher) -> None:
+def add_routes(
+    api: APIRouter,
+    provenance: Provenance,
+    statistics: Statistics,
+    reward_matcher: RewardMatcher,
+) -> None:
     readers = Readers("provenance of many candidates")
 
     async def encode_groups(records: Sequence[GroupRecord]) -> AsyncIterator[bytes]:

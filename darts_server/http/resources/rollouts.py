@@ -123,7 +123,12 @@ class Reading:
 def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
     reading = Reading()
 
-    @api.post("/rollouts", response_model=RolloutsOut, responses=ANSWERS, openapi_extra=json_body(RolloutsIn))
+    @api.post(
+        "/rollouts",
+        response_model=RolloutsOut,
+        responses=ANSWERS,
+        openapi_extra=json_body(RolloutsIn),
+    )
     async def rollouts(request: Request, idempotency_key: Annotated[str | None, KEY] = None) -> Response:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
         raw = await read_body(request, MAX_BODY_BYTES)
@@ -141,7 +146,13 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         media_type = choose_media_type(request.headers, streams=answer_format.stream is not StreamMode.OFF)
         batch_request = await convert_body(RolloutsIn.to_batch_request, body, num_bytes=len(raw))
         batch = await batches.start_or_find(batch_request, answer_format, key)
-        return await _respond(request, batch, media_type, reading, last_number=0)
+        return await _respond(
+            request,
+            batch,
+            media_type,
+            reading,
+            last_number=0,
+        )
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(batch_id: str, request: Request, last_event_id: Annotated[str | None, LAST] = None) -> Response:
@@ -158,7 +169,13 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
             raise InvalidRequest(
                 LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {last_number}"
             )
-        return await _respond(request, batch, media_type, reading, last_number=last_number)
+        return await _respond(
+            request,
+            batch,
+            media_type,
+            reading,
+            last_number=last_number,
+        )
 
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
@@ -205,7 +222,12 @@ def choose_media_type(headers: Headers, *, streams: bool) -> str:
 
 
 async def _respond(
-    request: Request, batch: BatchRun, media_type: str, reading: Reading, *, last_number: int
+    request: Request,
+    batch: BatchRun,
+    media_type: str,
+    reading: Reading,
+    *,
+    last_number: int,
 ) -> Response:
     if batch.feed is not None:
         events = encode_events(batch.feed, last_number, batch.answer_format.stream, reading.events)

@@ -65,7 +65,12 @@ def _keep_as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
 
     def encode(value: object) -> bytes:
         # The standard library, because msgspec refuses integers of more than 64 bits.
-        encoded = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+        encoded = json.dumps(
+            value,
+            allow_nan=False,
+            ensure_ascii=False,
+            separators=(",", ":"),
+        ).encode()
         if max_bytes is not None and len(encoded) > max_bytes:
             raise ValueError(f"must have at most {max_bytes} bytes as JSON, got {len(encoded)}; send less")
         return encoded

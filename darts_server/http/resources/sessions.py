@@ -251,7 +251,11 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
         )
 
     async def respond_with_events(
-        group: SessionGroup, session: AgentSession | None, request: Request, wait: float, after: int
+        group: SessionGroup,
+        session: AgentSession | None,
+        request: Request,
+        wait: float,
+        after: int,
     ) -> Response:
         """Return the events after number ``after``: as a long poll, or as a stream if the request accepts a stream."""
         root = str(request.base_url)
@@ -355,12 +359,20 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
         encode_session = partial(_encode_trajectory, SessionState.of(session), _encodable_rows(session))
         return respond(await run_in_encoder_thread(encode_session), JSON)
 
-    wait_query = Query(WAIT_SECONDS, ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for an event.")
+    wait_query = Query(
+        WAIT_SECONDS,
+        ge=0,
+        le=MAX_WAIT_SECONDS,
+        description="Seconds to wait for an event.",
+    )
     after_query = Query(0, ge=0, description="Number of events that you have: `next` of the last answer.")
 
     @api.get("/sessions/{session_id}/events", response_model=EventsOut)
     async def session_events(
-        session_id: str, request: Request, wait: float = wait_query, after: int = after_query
+        session_id: str,
+        request: Request,
+        wait: float = wait_query,
+        after: int = after_query,
     ) -> Response:
         """Wait for events of a session and for the end of its group. `Accept: text/event-stream` gets a stream."""
         session = registry.find(session_id)
@@ -368,7 +380,10 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
 
     @api.get("/session-groups/{group_id}/events", response_model=EventsOut)
     async def group_events(
-        group_id: str, request: Request, wait: float = wait_query, after: int = after_query
+        group_id: str,
+        request: Request,
+        wait: float = wait_query,
+        after: int = after_query,
     ) -> Response:
         """Wait for events of a group and its sessions. `Accept: text/event-stream` gets a stream."""
         return await respond_with_events(registry.find_group(group_id), None, request, wait, after)

@@ -26,7 +26,12 @@ class StateAnswer(BaseModel):
     prompts: int = Field(description="Prompts with statistics.")
 
 
-def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> None:
+def add_routes(
+    api: APIRouter,
+    store: Store,
+    statistics: Statistics,
+    max_bytes: int = MAX_FILE_BYTES,
+) -> None:
     readers = Readers("the learned state", MAX_STATE_READERS)
     # One request of each kind at a time, because it has a whole file in memory.
     restoring = anyio.Lock()

@@ -174,7 +174,12 @@ class UsageOut(BaseModel):
 
     @classmethod
     def of(cls, generated: int, returned: int, seconds: float) -> Self:
-        return cls(generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=seconds)
+        return cls(
+            generated=generated,
+            returned=returned,
+            wasted=max(0, generated - returned),
+            seconds=seconds,
+        )
 
 
 def copy_shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:

@@ -110,7 +110,13 @@ class VoteIn(ChatOptionsIn):
         chat_options = self.chat_options()
         encoded_options = msgspec.json.encode(chat_options) if chat_options else None
         return VoteRequest(
-            prompt=PromptSpec(token_ids, self.messages, text, self.key, chat_options=encoded_options),
+            prompt=PromptSpec(
+                token_ids,
+                self.messages,
+                text,
+                self.key,
+                chat_options=encoded_options,
+            ),
             n=self.n,
             pattern=self.pattern if isinstance(self.pattern, str) else self.pattern.choices,
             weights=self.weights,

@@ -30,7 +30,12 @@ class LoraIn(Body):
 
     path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
     rule: RuleName | None = Field(None, description=RULE)
-    version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
+    version: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_VERSION,
+        description=VERSION,
+    )
     check_finite: bool = Field(True, description=CHECK_FINITE)
 
 
@@ -171,7 +176,12 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
 def describe_weights(updates: Updates) -> WeightsAnswer:
     coordinator = updates.coordinator
     loras = [
-        LoraAnswer(name=name, version=lora.version, rank=lora.config.rank, scale=lora.config.scale)
+        LoraAnswer(
+            name=name,
+            version=lora.version,
+            rank=lora.config.rank,
+            scale=lora.config.scale,
+        )
         for name, lora in updates.loras.served.items()
     ]
     last = coordinator.last

@@ -192,7 +192,13 @@ class Access:
         self.keys.reload()
         self.admin_keys.reload()
 
-    def identify_caller(self, access: RouteAccess, request_line: str, key: bytes | None, sender: Sender) -> Caller:
+    def identify_caller(
+        self,
+        access: RouteAccess,
+        request_line: str,
+        key: bytes | None,
+        sender: Sender,
+    ) -> Caller:
         """Check a request, and return its caller. ``request_line``: method and path, for messages.
 
         Raises:

@@ -47,7 +47,12 @@ class _LimitedRequest(Request):
             if len(body) <= INLINE_BYTES:
                 self._json = load_json(body, self._max_parts)
             else:
-                self._json = await anyio.to_thread.run_sync(load_json, body, self._max_parts, limiter=one_at_a_time)
+                self._json = await anyio.to_thread.run_sync(
+                    load_json,
+                    body,
+                    self._max_parts,
+                    limiter=one_at_a_time,
+                )
         except InvalidRequest as error:
             # FastAPI gives all errors in this method the same answer; the middleware gives ours.
             caller.get().refusal = error

@@ -144,7 +144,13 @@ class SecurityMiddleware:
             request_caller.refusal = None
             request_caller.answered_error = None
 
-    def _check_access(self, scope: Scope, method: str, path: str, access: RouteAccess | None) -> Caller:
+    def _check_access(
+        self,
+        scope: Scope,
+        method: str,
+        path: str,
+        access: RouteAccess | None,
+    ) -> Caller:
         # The first of several headers with the same name counts.
         headers: dict[bytes, bytes] = {}
         is_forwarded = False
@@ -193,7 +199,13 @@ class SecurityMiddleware:
             request_caller.request_id = replace_unprintable(request_id[:NAME_CHARS])
         return request_caller
 
-    async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self,
+        error: DartsError,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         self.on_refusal(_metric_label_of(error))
         if scope["type"] == "websocket":
             # A character that is cut in the middle is left out.

@@ -109,18 +109,65 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--steps", type=int, default=3, metavar="N", help="batches of each run (default: %(default)s)")
-    add("--prompts", type=int, default=16, metavar="N", help="prompts in a batch (default: %(default)s)")
+    add(
+        "--steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="batches of each run (default: %(default)s)",
+    )
+    add(
+        "--prompts",
+        type=int,
+        default=16,
+        metavar="N",
+        help="prompts in a batch (default: %(default)s)",
+    )
     size_help = "trajectories in a group, at least 2 (default: %(default)s)"
-    add("--group-size", type=int, default=8, metavar="N", help=size_help)
+    add(
+        "--group-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help=size_help,
+    )
     policies_help = f"policies to compare with raw, also NAME{SPECULATION} (default: {' '.join(POLICIES)})"
-    add("--policies", nargs="+", default=POLICIES, metavar="NAME", help=policies_help)
+    add(
+        "--policies",
+        nargs="+",
+        default=POLICIES,
+        metavar="NAME",
+        help=policies_help,
+    )
     caps_help = "values of max_tokens for further raw runs (default: 64)"
-    add("--caps", nargs="*", type=int, default=CAPS, metavar="N", help=caps_help)
-    add("--port", type=int, default=0, help="port of the server (default: a free port)")
+    add(
+        "--caps",
+        nargs="*",
+        type=int,
+        default=CAPS,
+        metavar="N",
+        help=caps_help,
+    )
+    add(
+        "--port",
+        type=int,
+        default=0,
+        help="port of the server (default: a free port)",
+    )
     out_help = "folder for picture and log (default: %(default)s)"
-    add("--out", type=Path, default=Path("darts-demo"), metavar="FOLDER", help=out_help)
-    add("--picture", type=Path, metavar="FILE", help="file of the picture (default: demo.png in --out)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("darts-demo"),
+        metavar="FOLDER",
+        help=out_help,
+    )
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="file of the picture (default: demo.png in --out)",
+    )
     options = parser.parse_args(argv)
     if min(options.steps, options.prompts) < 1 or options.group_size < 2:
         parser.error("--steps and --prompts must be at least 1, and --group-size at least 2")
@@ -152,11 +199,28 @@ def start_servers(stack: ExitStack, options: argparse.Namespace) -> dict[bool, s
     """
     log = options.out / "server.log"
     print(f"Starting a server. Importing vLLM takes about half a minute. Log: {log}", flush=True)
-    urls = {False: stack.enter_context(serving(DARTS, log, port=options.port, env=UNCOMPILED)).url}
+    urls = {
+        False: stack.enter_context(
+            serving(
+                DARTS,
+                log,
+                port=options.port,
+                env=UNCOMPILED,
+            )
+        ).url
+    }
     if any(method.drafts for method in list_methods(options).values()):
         log = options.out / "server-with-drafts.log"
         print(f"Starting a server with --speculate auto. Log: {log}", flush=True)
-        server = stack.enter_context(serving(DARTS, log, "--speculate", "auto", env=UNCOMPILED))
+        server = stack.enter_context(
+            serving(
+                DARTS,
+                log,
+                "--speculate",
+                "auto",
+                env=UNCOMPILED,
+            )
+        )
         urls[True] = server.url
     return urls
 

@@ -57,7 +57,13 @@ class Step:
 class Batches:
     """The batches of one run. Each problem is in one step, or continues until it is complete."""
 
-    def __init__(self, problems: Sequence[Problem], needed: int, group_size: int, method: Method) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        needed: int,
+        group_size: int,
+        method: Method,
+    ) -> None:
         self._problems = problems
         self._needed = needed
         self._group_size = group_size
@@ -230,20 +236,49 @@ def draw(raw: Run, other: Run, path: Path) -> None:
         used_colours.update(colours)
         ends = [*step.arrivals, *[step.seconds] * step.waiting]
         waiting_rows = range(len(step.arrivals), len(ends))
-        axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)
-        axes.scatter([step.seconds] * step.waiting, waiting_rows, marker=">", color=WAITING, s=18)
+        axes.hlines(
+            range(len(ends)),
+            0,
+            ends,
+            color=colours,
+            linewidth=3,
+        )
+        axes.scatter(
+            [step.seconds] * step.waiting,
+            waiting_rows,
+            marker=">",
+            color=WAITING,
+            s=18,
+        )
         axes.axvline(step.seconds, color=GREY, linewidth=1)
         # The first group is on top.
         axes.set(ylim=(len(ends), -1), yticks=[], xlim=(0, 1.02 * longest_seconds))
         axes.spines[["top", "right", "left"]].set_visible(False)
         title = f"{run.name}: step {middle + 1} of {len(run.steps)} takes {step.seconds:.1f} s"
-        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
+        axes.set_title(
+            title,
+            loc="left",
+            fontsize=11.5,
+            fontweight="bold",
+        )
     axes.set_xlabel("seconds")
     handles = [
-        Line2D([], [], color=colour, linewidth=2.5, label=label)
+        Line2D(
+            [],
+            [],
+            color=colour,
+            linewidth=2.5,
+            label=label,
+        )
         for colour, label in LEGEND.items()
         if colour in used_colours
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9.5)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9.5,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -24,7 +24,12 @@ def simulate_baselines(off: Sequence[Step], candidates: Candidates) -> list[Summ
     return summaries
 
 
-def _simulate_fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine, share: float) -> Summary:
+def _simulate_fixed_limit(
+    off: Sequence[Step],
+    plan: BatchPlan,
+    machine: Machine,
+    share: float,
+) -> Summary:
     """Roll out with the smallest limit that truncates at most ``share`` more of the trajectories."""
     lengths = np.concatenate([step.batch.capped_lengths.ravel() for step in off])
     limit = off[0].batch.max_tokens
@@ -60,7 +65,15 @@ def _simulate_one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machin
         rollout = simulate(step.batch, plan, replace(machine, replicas=best))
         seconds = step_seconds(best, rollout.seconds, step.training_seconds - between)
         # Training overlaps with the rollout. The summary gets the mean of its seconds below.
-        steps.append(Step(step.batch, plan, rollout, training_seconds=seconds - between, seconds=seconds))
+        steps.append(
+            Step(
+                step.batch,
+                plan,
+                rollout,
+                training_seconds=seconds - between,
+                seconds=seconds,
+            )
+        )
     summary = summarise("async one-step-off", steps, plan.size, f"{best} of {machine.replicas} engines roll out")
     slowdown = machine.replicas / (machine.replicas - best)
     return summary | {"training_seconds": mean_training * slowdown + between, "stale_share": 1.0}

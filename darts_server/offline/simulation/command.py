@@ -235,27 +235,102 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, metavar="NAME", help="lengths and machine, or with --trace only the machine")
-    add("--trace", action="append", type=Path, metavar="FILE", help="file with lengths; may be repeated")
+    add(
+        "--preset",
+        choices=PRESETS,
+        metavar="NAME",
+        help="lengths and machine, or with --trace only the machine",
+    )
+    add(
+        "--trace",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="file with lengths; may be repeated",
+    )
     format_help = "format of the traces: jsonl or polytrace (default: jsonl)"
-    add("--format", type=Format, choices=list(Format), default=Format.JSONL, help=format_help)
+    add(
+        "--format",
+        type=Format,
+        choices=list(Format),
+        default=Format.JSONL,
+        help=format_help,
+    )
     limit_help = "length limit; default and maximum: the smallest cap that a sample of the trace reaches"
-    add("--max-tokens", type=int, metavar="N", help=limit_help)
-    add("--replicas", type=int, metavar="N", help="engines, whose GPUs also train (default: the preset's)")
-    add("--prompts", type=int, metavar="N", help="prompts of a step (default: the preset's)")
-    add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
-    add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=limit_help,
+    )
+    add(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="engines, whose GPUs also train (default: the preset's)",
+    )
+    add(
+        "--prompts",
+        type=int,
+        metavar="N",
+        help="prompts of a step (default: the preset's)",
+    )
+    add(
+        "--group-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="trajectories of a group (default: %(default)s)",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="steps under each policy (default: %(default)s)",
+    )
     defaults = f"for sessions: {' '.join(SESSION_POLICIES)}; else: {' '.join(DEFAULT)}"
-    add("--policies", nargs="+", metavar="POLICY", help=f"policies to compare with off (default {defaults})")
+    add(
+        "--policies",
+        nargs="+",
+        metavar="POLICY",
+        help=f"policies to compare with off (default {defaults})",
+    )
     add("--join-turns", action="store_true", help="join the turns of each sample to one answer, without tool time")
     measure_help = "unit by which policies compare sessions (default: %(default)s)"
-    add("--session-measure", choices=["tokens", "seconds"], default="tokens", help=measure_help)
+    add(
+        "--session-measure",
+        choices=["tokens", "seconds"],
+        default="tokens",
+        help=measure_help,
+    )
     speculate_help = "add a line for each policy with speculation, whose drafted tokens are right so often"
-    add("--speculate", type=parse_acceptance, metavar="ACCEPTANCE", help=speculate_help)
+    add(
+        "--speculate",
+        type=parse_acceptance,
+        metavar="ACCEPTANCE",
+        help=speculate_help,
+    )
     add("--new-prompts", action="store_true", help="no prompt was seen before, so its lengths are not known")
-    add("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="file for the figures of the table")
-    add("--picture", type=Path, metavar="FILE", help="file for a picture of one step under each policy")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of all random numbers (default: %(default)s)",
+    )
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="file for the figures of the table",
+    )
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="file for a picture of one step under each policy",
+    )
     options = parser.parse_args(argv)
     if options.preset is None and not options.trace:
         parser.error("--preset or --trace is needed")
@@ -288,7 +363,12 @@ def draw(steps: Mapping[str, Step], path: Path) -> None:
 
     rows = ceil(len(steps) / PANELS)
     figure = Figure(figsize=(4.2 * PANELS, 2.5 * rows + 0.8), dpi=110, layout="constrained")
-    panels = figure.subplots(rows, PANELS, sharex=True, squeeze=False).ravel()
+    panels = figure.subplots(
+        rows,
+        PANELS,
+        sharex=True,
+        squeeze=False,
+    ).ravel()
     longest_seconds = max(step.rollout.seconds for step in steps.values())
     for axes, (name, step) in zip(panels, steps.items(), strict=False):
         rollout = step.rollout
@@ -312,7 +392,21 @@ def draw(steps: Mapping[str, Step], path: Path) -> None:
     for unused_axes in panels[len(steps) :]:
         unused_axes.set_visible(False)
     figure.supxlabel("seconds of one rollout; a line is a candidate, in the order of engines and prompts", fontsize=10)
-    handles = [Line2D([], [], color=colour, linewidth=2, label=label) for label, colour in LABELS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=colour,
+            linewidth=2,
+            label=label,
+        )
+        for label, colour in LABELS.items()
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside upper right",
+        ncols=len(handles),
+        frameon=False,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -87,7 +87,12 @@ def parse_policy(text: str, size: int) -> Policy:
             )
         options[option] = value
 
-    def parse_number(option: str, default: float, least: float, most: float) -> float:
+    def parse_number(
+        option: str,
+        default: float,
+        least: float,
+        most: float,
+    ) -> float:
         try:
             value = float(options.get(option, default))
         except ValueError:
@@ -107,7 +112,14 @@ def parse_policy(text: str, size: int) -> Policy:
     if name == AUTO:
         most_stale = parse_number("stale", AutoLimits().most_stale, 0.0, 1.0)
         start = parse_number("start", 1.5, 1.0, 4.0)
-        return Policy(text, None, start, resumes=True, long_first=True, most_stale=most_stale)
+        return Policy(
+            text,
+            None,
+            start,
+            resumes=True,
+            long_first=True,
+            most_stale=most_stale,
+        )
 
     policy = Policy(
         text,

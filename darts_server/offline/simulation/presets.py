@@ -66,7 +66,13 @@ QWEN_14B = Model(14.8e9, 48, 8)
 QWEN_32B = Model(32.8e9, 64, 8)
 
 
-def build_machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rollouts: float) -> Machine:
+def build_machine(
+    model: Model,
+    gpu: Gpu,
+    per_replica: int,
+    replicas: int,
+    between_rollouts: float,
+) -> Machine:
     """Build a machine with ``replicas`` engines of ``per_replica`` GPUs each, which also train.
 
     ``between_rollouts``: seconds.

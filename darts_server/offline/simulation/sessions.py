@@ -165,7 +165,12 @@ def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] 
     num_started = round(policy.start * training.prompts)
     warm_up = WARM_UP if num_started > training.prompts else 0
     # The lengths of a prompt's earlier groups are not known.
-    plan = BatchPlan.of(policy.shaping, training.size, [None] * num_started, needed_groups=training.prompts)
+    plan = BatchPlan.of(
+        policy.shaping,
+        training.size,
+        [None] * num_started,
+        needed_groups=training.prompts,
+    )
     recent = RecentCompletionLengths()
     figures = _Figures()
     # Without a warm-up its prompts are skipped, so that all policies measure about the same prompts.

@@ -41,7 +41,12 @@ stale                        share of the returned tokens that older weights gen
 start=1.25                   for a step of N prompts 1.25 N are started, and the first N complete groups are returned"""
 
 
-def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
+def summarise(
+    name: str,
+    steps: Sequence[Step],
+    size: int,
+    notes: str = "",
+) -> Summary:
     """Return the figures of a policy. Seconds and tokens are means over steps."""
     lengths = np.concatenate([step.rollout.lengths for step in steps])
     returned = float(lengths.sum()) / len(steps)

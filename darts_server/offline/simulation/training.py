@@ -55,7 +55,13 @@ class Step:
     """Seconds of the whole step. Rollout and training may overlap."""
 
     @classmethod
-    def after(cls, rollout: Rollout, batch: Batch, plan: BatchPlan, machine: Machine) -> "Step":
+    def after(
+        cls,
+        rollout: Rollout,
+        batch: Batch,
+        plan: BatchPlan,
+        machine: Machine,
+    ) -> "Step":
         """Return a step that trains on the returned trajectories and their prompts after the rollout."""
         is_returned = rollout.returned > 0
         tokens = rollout.returned.sum() + (is_returned * batch.prompt_tokens[:, None]).sum()
@@ -120,7 +126,12 @@ class Candidates:
         if number not in self._earlier_stats:
             rng = np.random.default_rng([self.seed, number, 1])
             # Attempt 0 would return a trace's samples, which `build_batch` returns.
-            lengths = self.workload.lengths(number, self.size, rng, attempt=1).tolist()
+            lengths = self.workload.lengths(
+                number,
+                self.size,
+                rng,
+                attempt=1,
+            ).tolist()
             limit = self.workload.max_tokens
             observations = [Observation(min(tokens, limit), censored=tokens >= limit) for tokens in lengths]
             self._earlier_stats[number] = update_stats(None, observations, estimate_lengths(observations), 0)
@@ -250,7 +261,13 @@ def run_step(
     stds = [None if stats is None else stats.std_ema for stats in stats_of_prompts]
     means = [stats.mean_ema for stats in stats_of_prompts if stats is not None]
     mean_length = fmean(means) if means else None
-    plan = BatchPlan.of(policy.shaping, candidates.size, stds, needed_groups=needed_groups, mean_length=mean_length)
+    plan = BatchPlan.of(
+        policy.shaping,
+        candidates.size,
+        stds,
+        needed_groups=needed_groups,
+        mean_length=mean_length,
+    )
     # Carried prompts keep their candidates.
     counts = list(plan.candidates)
     for row, prompt in enumerate(prompts):

@@ -29,7 +29,13 @@ class Workload(Protocol):
 
     def prompt_tokens(self, number: int) -> int: ...
 
-    def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
+    def lengths(
+        self,
+        number: int,
+        count: int,
+        rng: np.random.Generator,
+        attempt: int = 0,
+    ) -> Ints:
         """Return the lengths of ``count`` candidates in tokens. A length of ``max_tokens`` is truncated.
 
         ``attempt``: above 0 for candidates that start again in a later rollout.
@@ -63,7 +69,13 @@ class TracedWorkload:
     def prompt_tokens(self, number: int) -> int:
         return self._prompts[self._order[number % len(self._order)]].prompt_tokens
 
-    def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
+    def lengths(
+        self,
+        number: int,
+        count: int,
+        rng: np.random.Generator,
+        attempt: int = 0,
+    ) -> Ints:
         row = self._order[number % len(self._order)]
         # In the first epoch, the first candidates are the samples of the trace.
         samples: Sequence[int] = ()
@@ -115,7 +127,13 @@ class FittedWorkload:
         noise = np.random.default_rng([0, number, 1]).standard_normal()
         return max(1, round(float(self.prompt_median * np.exp(self.prompt_spread * noise))))
 
-    def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
+    def lengths(
+        self,
+        number: int,
+        count: int,
+        rng: np.random.Generator,
+        attempt: int = 0,
+    ) -> Ints:
         median_probabilities, medians = self.medians
         ratio_probabilities, ratios = self.ratios
         # A prompt has the same median in every run. 2 is the stream of medians; `prompt_tokens` uses stream 1. All
@@ -288,7 +306,12 @@ def _read_session(line: Mapping[str, Any], fields: _Fields, place: str) -> Sessi
     return Session(tuple(turns), turn.get("end", "stop") == "stop")
 
 
-def _read_count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
+def _read_count(
+    values: Mapping[str, Any],
+    name: str,
+    place: str,
+    least: int = 1,
+) -> int:
     value = values.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidSetting(f"--trace: {name} must be a whole number of at least {least} in {place}")

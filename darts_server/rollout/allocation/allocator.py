@@ -221,7 +221,12 @@ class Allocator:
         if shaping.adapts_to_signal:
             posteriors = self._statistics.pass_rates.posteriors(prompt_keys)
             return allocate_by_signal(posteriors, budget, low, high), mean_count
-        return allocate_by_std(length_stds, budget=budget, low=low, high=high), mean_count
+        return allocate_by_std(
+            length_stds,
+            budget=budget,
+            low=low,
+            high=high,
+        ), mean_count
 
     def _load_length_std(self, prompt_key: str) -> float | None:
         stats = self._statistics.prompts.load(prompt_key)

@@ -309,7 +309,12 @@ class GroupBuilder:
         The earlier server may have had another chat template or a longer context.
         """
         try:
-            await self._renderer.make_request(prompt, SHORTEST, size=1, request_id=self.batch_id)
+            await self._renderer.make_request(
+                prompt,
+                SHORTEST,
+                size=1,
+                request_id=self.batch_id,
+            )
         except InvalidRequest:
             return False
         return True

@@ -179,7 +179,13 @@ class RewardMatcher:
             changes.new[group.prompt_key] += _candidate_stats(tokens, 1.0, correct=correct)
         self._learn(changes)
 
-    def trajectory_verified(self, key: GroupKey, index: int, reward: float, correct: bool) -> None:
+    def trajectory_verified(
+        self,
+        key: GroupKey,
+        index: int,
+        reward: float,
+        correct: bool,
+    ) -> None:
         """Learn the reward of a trajectory by a verifier, unless the caller has reported a reward."""
         owner, group_id = key
         group = self._groups.entries_of(owner).get(group_id)
@@ -231,7 +237,13 @@ class RewardMatcher:
             await asyncio.sleep(0)
         return report
 
-    def _set_reward(self, trajectory: ReturnedTrajectory, reward: float, correct: bool, changes: Changes) -> None:
+    def _set_reward(
+        self,
+        trajectory: ReturnedTrajectory,
+        reward: float,
+        correct: bool,
+        changes: Changes,
+    ) -> None:
         group = trajectory.group
         # The trajectory's weight is known when its group has ended. A reward that is reported before is learned by
         # `group_ended`.

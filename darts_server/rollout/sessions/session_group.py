@@ -156,7 +156,13 @@ class SessionTurn:
 class AgentSession:
     """A session of a group, as its harness sees it. ``api_key``: key that is valid for turns of this session alone."""
 
-    def __init__(self, group: "SessionGroup", index: int, session_id: str, api_key: str) -> None:
+    def __init__(
+        self,
+        group: "SessionGroup",
+        index: int,
+        session_id: str,
+        api_key: str,
+    ) -> None:
         self.group = group
         self.session_id = session_id
         self.api_key = api_key

@@ -184,7 +184,12 @@ class VllmEngine:
                 returns_logprobs = not request.adds_logprobs(probe)
 
             # The output is made as if the candidate had not been stopped, so from the parameters of the whole answer.
-            deferred = DeferredOutput(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
+            deferred = DeferredOutput(
+                self._tokenizer,
+                params,
+                prefix,
+                returns_logprobs=returns_logprobs,
+            )
             prompt = request.prompt
             if prefix.token_ids:
                 prompt, params = request.make_resumed(index, prefix.token_ids)

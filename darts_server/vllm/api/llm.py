@@ -301,7 +301,12 @@ class ShapingLLM(UnshapedLLM):
                         selected[trajectory.index] = trajectory.output
                         continue
                     index = choice_indices.pop()
-                    output = to_choice(request.request_id, trajectory.output, index, is_last=trajectory.last)
+                    output = to_choice(
+                        request.request_id,
+                        trajectory.output,
+                        index,
+                        is_last=trajectory.last,
+                    )
                     # Only the first output of a stream has log-probs of the prompt.
                     if len(choice_indices) < plan.size - 1:
                         output.prompt_logprobs = None
@@ -310,7 +315,12 @@ class ShapingLLM(UnshapedLLM):
                 if not is_streaming:
                     # One output, with the choices in the order of the candidates.
                     first, *others = (selected[candidate] for candidate in sorted(selected))
-                    merged = to_choice(request.request_id, first, 0, is_last=True)
+                    merged = to_choice(
+                        request.request_id,
+                        first,
+                        0,
+                        is_last=True,
+                    )
                     for index, other in enumerate(others, 1):
                         merged.outputs.append(replace(other.outputs[0], index=index))
                     yield merged
@@ -334,7 +344,12 @@ class ShapingLLM(UnshapedLLM):
                 output = await joiner.join(join_request, on_join)
             generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
             await prepare_output(output, generation.route)
-        yield to_choice(request.request_id, output, 0, is_last=True)
+        yield to_choice(
+            request.request_id,
+            output,
+            0,
+            is_last=True,
+        )
 
     def _make_join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
         request = generation.request

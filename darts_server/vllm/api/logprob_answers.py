@@ -143,7 +143,12 @@ def _uses_token_ids(serving: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _make_completion_model(name: str) -> BaseModel:
-    return CompletionLogProbs(text_offset=[], token_logprobs=[], tokens=[name], top_logprobs=[])
+    return CompletionLogProbs(
+        text_offset=[],
+        token_logprobs=[],
+        tokens=[name],
+        top_logprobs=[],
+    )
 
 
 def _make_chat_model(name: str) -> BaseModel:

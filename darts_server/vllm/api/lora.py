@@ -79,7 +79,12 @@ class VllmLoras:
         # every step. Set it before the load: if only some workers load the adapter, the rollback needs its id.
         self.pushed[name] = LoRARequest(name, adapter_id, str(folder))
         try:
-            load_request = LoRARequest(name, adapter_id, str(folder), load_inplace=True)
+            load_request = LoRARequest(
+                name,
+                adapter_id,
+                str(folder),
+                load_inplace=True,
+            )
             is_loaded = await AsyncLLM.add_lora(self._llm, load_request)
         except Exception as error:
             raise UpdateFailed(f"the engine could not load the LoRA adapter: {error}") from error

@@ -51,5 +51,11 @@ def expands_rightly(device: "torch.device") -> bool:
 
     values = torch.tensor([0.5, 0.0, 2.0], device=device)
     token_ends = torch.tensor([2, 3, 5], dtype=torch.int32, device=device)
-    expanded = expand_batch_to_tokens(values, token_ends, 5, replace_from=0, replace_to=1)
+    expanded = expand_batch_to_tokens(
+        values,
+        token_ends,
+        5,
+        replace_from=0,
+        replace_to=1,
+    )
     return expanded.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0]

@@ -288,7 +288,12 @@ class Cluster:
                 )
 
             environment = {name: value for name, value in os.environ.items() if name.startswith(INHERITED_PREFIXES)}
-            hosts = PlacedHosts(group, resources, environment, is_own_cluster=self.address is None)
+            hosts = PlacedHosts(
+                group,
+                resources,
+                environment,
+                is_own_cluster=self.address is None,
+            )
             tasks = [asyncio.create_task(hosts.keep_running(rank, start)) for rank, start in enumerate(starts)]
             try:
                 yield hosts

@@ -78,7 +78,14 @@ class RequestHistory:
             # A worker empties its counts when they are full. Then its engine needs the answers again.
             engines = list(self._core.core_engines)
             calls = [
-                self._core._call_utility_async("collective_rpc", TIMES_EMPTIED, None, (), None, engine=engine)
+                self._core._call_utility_async(
+                    "collective_rpc",
+                    TIMES_EMPTIED,
+                    None,
+                    (),
+                    None,
+                    engine=engine,
+                )
                 for engine in engines
             ]
             results = await asyncio.gather(*calls, return_exceptions=True)

@@ -57,7 +57,12 @@ def parameter_names() -> list[str]:
     return sorted(set(get_type_hints(SamplingParams.from_optional)) - RESERVED - {"return"})
 
 
-def check_logprobs(params: SamplingParams, logprobs_mode: str, field: str, remedy: str = "") -> None:
+def check_logprobs(
+    params: SamplingParams,
+    logprobs_mode: str,
+    field: str,
+    remedy: str = "",
+) -> None:
     """Check that the engine's log-probs are those of the distribution that it samples from.
 
     ``field``, ``remedy``: field of the error, and the beginning of its remedies.

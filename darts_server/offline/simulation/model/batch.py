@@ -81,7 +81,12 @@ class BatchPlan:
         mean_candidates = shaping.mean_candidates(size, mean_std, mean_length)
         candidates, _ = allocate_evenly(max(mean_candidates, least), len(stds))
         if shaping.adaptive:
-            candidates = allocate_by_std(stds, budget=sum(candidates), low=least, high=most)
+            candidates = allocate_by_std(
+                stds,
+                budget=sum(candidates),
+                low=least,
+                high=most,
+            )
         # With so many candidates, a group does not wait for its tail.
         saturated = [shaping.is_saturated(size, count) for count in candidates]
         return cls(size, candidates, shaping, saturated, needed_groups)

@@ -129,7 +129,12 @@ class Clock:
     step_growth: Floats
 
     @staticmethod
-    def of(batch: Batch, machine: Machine, rows: Ints, run_tokens: Floats) -> "Clock":
+    def of(
+        batch: Batch,
+        machine: Machine,
+        rows: Ints,
+        run_tokens: Floats,
+    ) -> "Clock":
         """Schedule the groups ``rows`` on an engine.
 
         ``run_tokens``: tokens that each candidate generates, shape (G, C).
@@ -274,7 +279,12 @@ class Clocks:
     """Shape (G,)."""
 
     @staticmethod
-    def of(batch: Batch, plan: BatchPlan, machine: Machine, run_tokens: Floats) -> "Clocks":
+    def of(
+        batch: Batch,
+        plan: BatchPlan,
+        machine: Machine,
+        run_tokens: Floats,
+    ) -> "Clocks":
         """``run_tokens``: see `Clock.of`."""
         engine_of_group = place_groups(plan.candidates, machine.replicas)
         clocks = []

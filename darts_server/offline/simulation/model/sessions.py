@@ -339,7 +339,14 @@ class SessionRollout:
                 for index, session in enumerate(sessions_of_group)
             ]
             needed_place = place_of_need(rule.completion_place, count, plan.mean_candidates)
-            self.groups.append(SessionGroup(group, runs, engine_of_group[number], place_of_need=needed_place))
+            self.groups.append(
+                SessionGroup(
+                    group,
+                    runs,
+                    engine_of_group[number],
+                    place_of_need=needed_place,
+                )
+            )
         # Carried groups may have another number and another engine than in their earlier rollout.
         for number, member in enumerate(self.groups):
             member.engine = engine_of_group[number]
