@@ -21,8 +21,7 @@ class State(Enum):
 CandidateEvent = Started | Progress | Scored | Finished | Rewarded | Failed | Lost
 
 # The state after each legal event. An engine stops a candidate asynchronously, so events that were sent before the stop
-# arrive later, and change nothing. The same holds for progress after the end, and for scores and rewards after the
-# selection.
+# arrive later, and change nothing. So do progress after the end, and scores and rewards after the selection.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
     (State.RUNNING, Progress): State.RUNNING,
@@ -42,8 +41,7 @@ class Candidate:
     """One candidate.
 
     ``tail_draw``: random number in [0, 1). The lowest draws of a group win the places of a sampled tail.
-    ``tokens``: generated tokens, or reported tokens while the candidate runs.
-    ``quality``: probability of a correct answer by the latest score.
+    ``tokens``: reported tokens while the candidate runs.
     ``survival_draw``: random number in [0, 1). The candidate is pruned as soon as ``survival`` is at or below it.
     ``survival``: product of the probabilities with which the group kept the candidate.
     ``has_verdict``: whether the verifier has answered, with a ``reward`` or without.
@@ -77,11 +75,7 @@ class Candidate:
         return self.finish_reason is FinishReason.STOP
 
     def apply(self, event: CandidateEvent) -> None:
-        """Update the candidate after an event.
-
-        Raises:
-            IllegalMove: the event cannot happen in this state.
-        """
+        """Raises `IllegalMove` if the event cannot happen in this state."""
         if self.cut and not isinstance(event, Rewarded):
             # The tokens of a cut candidate are final, whatever the engine still reports.
             return
@@ -89,7 +83,7 @@ class Candidate:
         if next_state is None:
             raise IllegalMove(f"candidate {self.index} is {self.state.name}, where {event} cannot happen")
 
-        # A finished candidate may still get a score or a verdict. Other late events change nothing.
+        # A finished candidate may still get a score or a verdict.
         is_in_time = self.state is State.RUNNING
         if isinstance(event, Scored | Rewarded):
             is_in_time = self.state in (State.RUNNING, State.FINISHED)

@@ -1,6 +1,6 @@
 """Events, the input of a group, and decisions, its output.
 
-A candidate is named by its index in the group, from 0 in the order of starting. Token counts include the stop token.
+Candidates have an index from 0 in the order of starting. Token counts include the stop token.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate was scored.
-
-    ``quality``: probability of a correct answer. ``survival``: probability with which the group keeps the candidate.
-    """
+    """``quality``: probability of a correct answer. ``survival``: probability that the group keeps the candidate."""
 
     index: int
     quality: float
@@ -40,8 +37,6 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A candidate finished, at a stop token or at its length limit."""
-
     index: int
     tokens: int
     reason: FinishReason
@@ -57,7 +52,7 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A candidate failed. ``retryable``: whether another candidate may succeed."""
+    """``retryable``: whether another candidate may succeed."""
 
     index: int
     error: Exception
@@ -90,22 +85,18 @@ Event = Started | Progress | Scored | Finished | Rewarded | Failed | Lost | Dead
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start the candidates with these indices."""
-
     indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop a running candidate."""
-
     index: int
     reason: DiscardReason
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Let a scored candidate continue. ``survival``: the score's survival, or 1 if the group needs the candidate."""
+    """Let a scored candidate run on. ``survival``: the score's survival, or 1 if the group needs the candidate."""
 
     index: int
     survival: float
@@ -115,7 +106,7 @@ class Keep:
 class Cut:
     """Stop a candidate if it is running, and keep exactly its first ``tokens`` tokens.
 
-    A candidate that was cut at the cut length may be cut again, to fewer tokens, and may not be selected.
+    A candidate that was cut may be cut again, to fewer tokens, and may not be selected.
     """
 
     index: int

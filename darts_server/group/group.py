@@ -6,7 +6,7 @@ Usage::
     act_on(group.open(DualEnd(8), candidates=12))
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
 
-An event costs O(log n), or O(n) if it may decide a sampled tail: some microseconds for a group of usual size.
+An event costs O(log n), or O(n) if it may decide a sampled tail: usually some microseconds.
 
 Two invariants hold under every rule. Every started candidate ends exactly once: selected, or discarded with one reason.
 Decisions are final, so a rule decides only what no future event can change.
@@ -49,7 +49,6 @@ class UniformGenerator(Protocol):
 
 
 UNOPENED = AllSurvivors(0)
-"""Rule of a group that is not open yet."""
 
 MAX_LOSSES = 3
 """Number of times that a group may lose as many candidates as it returns when engines die."""
@@ -59,15 +58,15 @@ class Group:
     """One prompt's group.
 
     Args:
-        rng: generator of tail draws. Each group has its own.
+        rng: generator of tail draws.
         max_replacements: maximum number of candidates that replace failed candidates. None means the group size,
             because an engine that fails more often is not worth waiting for, and `MAX_LOSSES` times the group size for
             candidates that were lost with their engine.
         deliver_early: whether to deliver each trajectory as soon as it is certain to be in the group.
-        survival_rng: generator for pruning, or None to prune nothing. It is separate from ``rng``, so that pruning does
-            not change tail draws.
-        waits_for_rewards: whether a complete group needs the verdicts of all finished candidates, under any rule. Rules
-            that need rewards always wait.
+        survival_rng: generator for pruning, or None to prune nothing. It is separate, so that pruning does not change
+            tail draws.
+        waits_for_rewards: whether to wait for the verdicts of all finished candidates. Rules that need rewards always
+            wait.
         stops_when_decided: whether the group ends as soon as it can return candidates with unequal rewards.
     """
 
@@ -83,17 +82,16 @@ class Group:
     ) -> None:
         self.candidates: list[Candidate] = []
         self.outcome: Outcome | None = None
+        # Both are from `DeadlineSet`.
         self.deadline: int | None = None
-        """The cohort's deadline in tokens, or None before it is set."""
         self.cut_length: int | None = None
-        """Length in tokens at which every candidate is cut, or None. It is set with the deadline."""
         self.restarted_from = 0
         """Index of the first candidate that was started after the latest restart."""
         self.delivered: set[int] = set()
         """Indices of candidates that the caller got before the group was complete."""
         self.is_open = False
         self.decided_early = False
-        """Whether candidates were stopped because enough others had unequal rewards."""
+        """Whether `stops_when_decided` ended the group."""
         self.rule: SelectionRule = UNOPENED
         self.selector: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
 
@@ -102,13 +100,12 @@ class Group:
         self._deliver_early = deliver_early
         self._waits_for_rewards = waits_for_rewards
         self._stops_when_decided = stops_when_decided
-        # Random number of rules that need rewards.
         self._sampling_start = 0.0
         self._max_replacements = max_replacements
         self._replacements_left = 0
         # Number of candidates that may still be lost with an engine without using up a replacement.
         self._engine_losses_left = 0
-        # Number of candidates that were lost with an engine since the latest decision.
+        # Number of these losses since the latest decision.
         self._num_lost = 0
         self._failed_for_good = False
         self._last_error: Exception | None = None
@@ -123,13 +120,11 @@ class Group:
 
     @property
     def current_candidates(self) -> list[Candidate]:
-        """Candidates that were started after the latest restart."""
         return self.candidates[self.restarted_from :]
 
     @property
     def check_at(self) -> dict[int, int]:
-        """Token count of each running candidate at which its progress must be reported."""
-        # Progress below this count changes nothing.
+        """Token count of each running candidate below which its progress changes nothing, and need not be reported."""
         if self.outcome is not None:
             return {}
         if self.selector.cached_checks is None:
@@ -141,7 +136,6 @@ class Group:
         if self.is_open:
             raise IllegalMove("the group is open already")
         if self._num_to_resume is not None:
-            # `resume` starts the candidate.
             self._num_to_resume += 1
             return []
         if self.outcome is not None:
@@ -175,7 +169,6 @@ class Group:
         self._rebuild_selector()
 
         if self._num_to_resume is not None:
-            # `resume` starts all candidates.
             self._num_to_resume = max(self._num_to_resume, candidates)
             return []
         missing = candidates - len(self.selector.candidates)
@@ -191,7 +184,6 @@ class Group:
             IllegalMove: an event cannot happen. Nothing is decided.
         """
         for event in events:
-            # Only a length, an end, a verdict or a deadline can decide which candidates are returned.
             may_decide = not isinstance(event, Started | Scored)
             self._needs_decision |= may_decide
             if isinstance(event, DeadlineSet):
@@ -218,7 +210,6 @@ class Group:
                         self._failed_for_good = True
                         self._replacements_left = 0
                 case Lost(index=index, by_caller=by_caller) if was_running:
-                    # The first losses with an engine do not use up replacements.
                     if self._engine_losses_left and not by_caller:
                         self._engine_losses_left -= 1
                         self._replacements_left += 1
@@ -232,7 +223,6 @@ class Group:
             return []
         decisions: list[Decision] = []
         if not self.is_open:
-            # Nothing else is decided before the rule is known.
             if self._failed_for_good:
                 decisions.extend(self._give_up())
             return decisions
@@ -243,7 +233,6 @@ class Group:
         return decisions
 
     def cancel(self, reason: DiscardReason = DiscardReason.CANCELLED) -> list[Decision]:
-        """Stop all candidates."""
         return list(self._close(Outcome.CANCELLED, reason))
 
     def end_as_carried(self) -> list[Decision]:
@@ -251,7 +240,7 @@ class Group:
         if self.outcome is not None:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
-        # Candidates that the group stopped earlier are resumed too.
+        # Candidates that the group has stopped are resumed too.
         for candidate in self.current_candidates:
             if candidate.reason is not None and candidate.reason not in GONE:
                 candidate.reason = DiscardReason.CARRIED
@@ -268,7 +257,7 @@ class Group:
 
     @property
     def needs_engine(self) -> bool:
-        # Otherwise the group has ended, or waits for verdicts alone.
+        # Otherwise it has ended, or waits for verdicts alone.
         return not self.is_open or self.is_paused or bool(self.selector.running_by_length)
 
     @property
@@ -276,11 +265,7 @@ class Group:
         return self.outcome is None and not self.delivered and not self.is_paused and self.needs_engine
 
     def restart(self) -> list[Decision]:
-        """Stop all candidates and pause, until `resume` starts the same number of new candidates.
-
-        Raises:
-            IllegalMove: the group has ended, is paused, has delivered a trajectory, or waits for verdicts alone.
-        """
+        """Stop all candidates and pause until `resume`. Raises `IllegalMove` unless `can_restart`."""
         if not self.can_restart:
             raise IllegalMove(
                 "the group cannot be restarted: it has ended, is paused, has delivered a trajectory, or waits for "
@@ -291,7 +276,7 @@ class Group:
         for candidate in alive:
             candidate.discard(DiscardReason.RESTARTED)
             candidate.forget_verdict()
-        # Pruned and failed candidates start again too, once the number of candidates is known.
+        # Once the number of candidates is known, pruned and failed candidates start again too.
         self._num_to_resume = self._num_allocated if self.is_open else len(alive)
         self.restarted_from = len(self.candidates)
         self._rebuild_selector()
@@ -301,7 +286,6 @@ class Group:
         return stops
 
     def resume(self) -> list[Decision]:
-        """Start new candidates after a `restart`, and decide again."""
         count = self._num_to_resume
         self._num_to_resume = None
         if self.outcome is not None or not count:
@@ -310,7 +294,7 @@ class Group:
         return [self._start(count), *self.handle()]
 
     def _set_deadline(self, event: DeadlineSet) -> None:
-        # The first deadline may have stopped or cut candidates already, so a second deadline is too late.
+        # The first deadline may have stopped or cut candidates already.
         if self.deadline is not None:
             return
         self.deadline = event.tokens
@@ -338,14 +322,14 @@ class Group:
             if not candidate.is_running:
                 continue
             # A candidate that the group needs is kept with probability 1. This is its true probability given all
-            # earlier decisions, so inverse propensity weights stay unbiased. Truncated candidates do not count, because
-            # a valid candidate is worth more.
+            # earlier decisions, so inverse propensity weights stay unbiased. Truncated candidates do not count as
+            # remaining, because a valid candidate is worth more.
             num_remaining = len(self.selector.running_by_length) + len(self.selector.valid_by_length)
             survival = 1.0
             if self._survival_rng is not None and num_remaining > self.rule.min_remaining:
                 survival = score.survival
-            # One random number serves all scores of a candidate. Given that it is below the product so far, it is
-            # uniform below that product. So it is below the next product with exactly this survival probability.
+            # One random number serves all scores of a candidate: given that it is below the product so far, it is
+            # uniform there, and so below the next product with exactly this survival probability.
             candidate.survival *= survival
             if candidate.survival_draw < candidate.survival:
                 yield Keep(score.index, survival)
@@ -354,19 +338,18 @@ class Group:
                 yield self._stop(score.index, DiscardReason.PRUNED)
 
     def _decide(self) -> Iterator[Decision]:
-        """Replace, cut, stop and deliver candidates, and complete the group when no candidate runs."""
         self._needs_decision = False
         selector = self.selector
 
-        # Replace failed candidates, or give up. All remaining candidates are in the group then, so delivered and cut
-        # candidates stay in it.
+        # Replace failed candidates, or give up. If any are missing, all remaining candidates are in the group, so
+        # delivered and cut candidates stay in it.
         missing = self.rule.min_remaining - len(selector.candidates)
         if missing > self._replacements_left:
             yield from self._give_up()
             return
-        # An engine loses the candidates that still run, which are the longer candidates. Without replacements the group
-        # would be selected mostly among early finishers. After a delivery, a replacement could not take the place of a
-        # trajectory that the caller has.
+        # An engine loses the longer candidates, which still run. Without replacements the group would be selected
+        # mostly among early finishers. After a delivery, a replacement could not take the place of a trajectory that
+        # the caller has.
         if not self.delivered:
             missing = max(missing, min(self._num_lost, self._replacements_left))
         self._num_lost = 0
@@ -374,7 +357,7 @@ class Group:
             yield self._start(missing)
             self._replacements_left -= missing
 
-        # Cut the candidates that have reached the cut length. Cut candidates count as truncated, which may stop others.
+        # Cut before `stops`, because cut candidates count as truncated, which may stop others.
         if self.cut_length is not None and selector.has_deadline:
             # The key of a running candidate has one token more than the candidate.
             first_to_cut = bisect_left(selector.running_by_length, (self.cut_length + 1, -1))
@@ -417,7 +400,6 @@ class Group:
         return any(not candidate.has_verdict for candidate in self.selector.candidates.values())
 
     def _start(self, count: int) -> Start:
-        """Create ``count`` candidates, and return the decision to start them."""
         # All random numbers are drawn before a candidate runs, so that results do not depend on timing.
         indices = range(len(self.candidates), len(self.candidates) + count)
         for index in indices:
@@ -460,7 +442,6 @@ class Group:
         yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
-        """End the group, unless it has ended."""
         if self.outcome is not None:
             return
         selection: Mapping[int, SelectedAs] = {}
@@ -483,8 +464,7 @@ class Group:
 def selection_weights(group: Group) -> dict[int, float]:
     """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
-    The result is empty if the group is not complete, if its rule can never select some candidates, or if it was decided
-    early.
+    Empty if the group is not complete, if its rule can never select some candidates, or if it was decided early.
     """
     if group.outcome is not Outcome.COMPLETED or group.decided_early:
         return {}
@@ -503,7 +483,7 @@ def selection_weights(group: Group) -> dict[int, float]:
 
 
 def advantages(group: Group) -> dict[int, float]:
-    """Return the advantages of a complete group's selected candidates by index, if its rule computes any."""
+    """Return the advantages of a complete group's selected candidates by index, if the rule computes any."""
     if group.outcome is not Outcome.COMPLETED:
         return {}
     return group.rule.advantages(group.current_candidates)
@@ -519,7 +499,7 @@ def count_sampling_pool(group: Group) -> int | None:
 def sampled_tail_share(group: Group) -> float:
     """Return the sampled share of a complete group's tail, which is all but the short, pruned and failed candidates.
 
-    It is only nearly the probability to be selected, because pruning depends on the sample. It suffices for labels, but
+    Because pruning depends on the sample, this is only nearly the probability to be selected: enough for labels, but
     not for `selection_weights`.
     """
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:

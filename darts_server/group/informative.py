@@ -1,11 +1,10 @@
 """Selection by rewards: groups that carry the signal of more candidates than they return.
 
-Under GRPO a trajectory counts with its advantage, its reward minus the mean reward of the group. So a sample whose
-probabilities are proportional to the size of the advantage, weighted with 1 / (probability to be sampled), estimates
-the gradient of all candidates without bias (Horvitz and Thompson, 1952).
+A sample whose probabilities are proportional to the size of the advantage, weighted with 1 / (probability to be
+sampled), estimates GRPO's gradient of all candidates without bias (Horvitz and Thompson, 1952).
 
-Floats are exact fractions, so this module computes with whole numbers: equal rewards have advantages of exactly 0, and
-every sample has exactly the requested size.
+This module computes with whole numbers, so that equal rewards have advantages of exactly 0, and every sample has
+exactly the requested size.
 """
 
 from collections.abc import Sequence
@@ -21,16 +20,14 @@ from darts_server.types import DiscardReason, SelectedAs
 FLOOR = 10
 """A candidate is sampled with at least 1 / `FLOOR` of the probability that it would have if all rewards were equal.
 
-The gradient needs no floor, because a small advantage counts little. A floor of .1 bounds the weights, which trainers
-also apply to other terms of their loss, and does not change groups of right and wrong answers.
+This bounds the weights, which trainers also apply to other terms of their loss than the gradient, and does not change
+groups of right and wrong answers.
 """
 
 
 class Select(StrEnum):
-    """How trajectories are selected by their rewards."""
-
     INFORMATIVE = "informative"
-    """At random, with probabilities proportional to the size of the advantages. Without bias."""
+    """At random, with probabilities proportional to the size of the advantages. Unbiased."""
     MAX_VARIANCE = "max_variance"
     """The subset whose rewards have the largest variance (PODS). Biased."""
 
@@ -45,14 +42,14 @@ def exact_deviations(rewards: Sequence[float]) -> tuple[list[int], int]:
     common_denominator = max((denominator for _, denominator in fractions), default=1)
     numerators = [numerator * (common_denominator // denominator) for numerator, denominator in fractions]
 
-    # All numbers are multiplied by the number of rewards, so that the mean is a whole number too.
+    # Multiplied by the number of rewards, the mean is a whole number too.
     total = sum(numerators)
     deviations = [len(rewards) * numerator - total for numerator in numerators]
     return deviations, common_denominator * max(len(rewards), 1)
 
 
 def compute_advantages(rewards: Sequence[float | None], *, by_std: bool = False) -> list[float]:
-    """Return each reward minus the mean of all rewards, and 0 without a reward.
+    """Return each reward minus the mean reward, and 0 without a reward.
 
     ``by_std``: divide by the population standard deviation (GRPO, arXiv 2402.03300, section 4.1.2), unless it is 0.
     """
@@ -82,11 +79,8 @@ def inclusion_shares(sizes: Sequence[int], places: int) -> tuple[list[int], int]
     """Return whole numbers and a unit: each probability to be sampled is exactly the number divided by the unit.
 
     The probabilities are proportional to ``sizes``, but at most 1 and at least ``places / (FLOOR * len(sizes))``. Their
-    sum is ``places``.
-
-    ``places``: at most the number of sizes.
+    sum is ``places``, at most the number of sizes.
     """
-    # A share of `max_share` is the probability 1, and `min_share` is the smallest probability.
     max_share = FLOOR * max(len(sizes), 1)
     min_share = places
     clipped_shares: dict[int, int] = {}
@@ -102,15 +96,15 @@ def inclusion_shares(sizes: Sequence[int], places: int) -> tuple[list[int], int]
         deficit = sum(max(distance, 0) for distance in below.values())
         if not excess and not deficit:
             break
-        # If the excess is larger, the limits take more from the sum than they add. Then the free shares grow, and
-        # candidates above the limit stay above it. If the deficit is larger, the free shares shrink.
+        # If the excess is larger, clipping leaves more for free candidates, so candidates above the limit stay above.
+        # If the deficit is larger, clipping leaves less.
         if excess >= deficit:
             clipped_shares.update((index, max_share) for index in free if above[index] > 0)
         if deficit >= excess:
             clipped_shares.update((index, min_share) for index in free if below[index] > 0)
 
     if not free_size:
-        # All free candidates have size 0, and share the budget evenly.
+        # Free candidates of size 0 share the budget evenly.
         sizes = [1] * len(sizes)
         free_size = max(len(free), 1)
     # All shares times free_size, so that they are whole numbers.
@@ -124,18 +118,18 @@ def sample_systematically(shares: Sequence[int], unit: int, start: float) -> lis
     """Return the sampled indices: systematic sampling with unequal probabilities (Madow, 1949, "On the theory of
     systematic sampling, II").
 
-    If the start is uniform in [0, 1), each index is sampled with exactly its probability ``share / unit``. The sample
-    has exactly as many indices as the sum of the probabilities, a whole number.
+    If ``start`` is uniform in [0, 1), each index is sampled with exactly its probability ``share / unit``. The sample's
+    size is the sum of the probabilities, a whole number.
     """
-    # The probabilities are laid end to end. An index is sampled if its part of the line has one of the points start,
-    # start + 1, start + 2 and so on. All lengths are multiplied by unit * denominator, so that they are whole numbers.
+    # The probabilities are laid end to end. An index is sampled if its part of the line has a point start + n. All
+    # lengths are multiplied by unit * denominator, so that they are whole numbers.
     numerator, denominator = start.as_integer_ratio()
     next_point = numerator * unit
     end_of_part = 0
     sampled = []
     for index, share in enumerate(shares):
         end_of_part += share * denominator
-        # A share is at most a unit, so a part has at most one of the points.
+        # A share is at most a unit, so a part has at most a single point.
         if next_point < end_of_part:
             sampled.append(index)
             next_point += unit * denominator
@@ -148,8 +142,7 @@ def max_variance_subset(deviations: Sequence[int], places: int) -> list[int]:
     ``deviations``: values in ascending order.
     """
 
-    # The subset of the largest variance has the lowest and the highest values. Of equal variances, the most even split
-    # is chosen.
+    # The subset has the lowest and the highest values. Among equal variances, the most even split is chosen.
     def variance_and_evenness(num_lowest: int) -> tuple[int, int]:
         chosen = [*deviations[:num_lowest], *deviations[len(deviations) - places + num_lowest :]]
         scaled_variance = places * sum(value**2 for value in chosen) - sum(chosen) ** 2
@@ -163,8 +156,6 @@ def max_variance_subset(deviations: Sequence[int], places: int) -> list[int]:
 
 
 class InformativeSelector(Selector):
-    """Selects by rewards when all candidates have ended, and stops, cuts and delivers nothing before."""
-
     def select(self) -> dict[int, SelectedAs]:
         assert isinstance(self.rule, Informative)
         rewarded, unrewarded = split_by_reward(list(self.candidates.values()))
@@ -178,7 +169,7 @@ class InformativeSelector(Selector):
             chosen = sample_systematically(shares, unit, self.sampling_start)
         selection = {rewarded[place].index: SelectedAs.REWARD for place in chosen}
 
-        # Candidates without a reward fill the places that are left, in a random order.
+        # Candidates without a reward fill up in a random order.
         unrewarded.sort(key=lambda candidate: candidate.tail_draw)
         for candidate in unrewarded[: self.rule.size - places]:
             selection[candidate.index] = SelectedAs.FILL
@@ -202,13 +193,11 @@ def reward_deviations(rewarded: Sequence[Candidate]) -> list[int]:
 class Informative(SelectionRule):
     """Select ``size`` candidates by their rewards, after all candidates have ended. An extension of ours.
 
-    The candidates are sampled systematically, in the order of their rewards and with probabilities proportional to the
-    size of their advantages. Advantages above 0 and below 0 have equal sums, so of right and wrong answers half are
-    right and half are wrong (one more or less if ``size`` is odd), unless there are fewer of a kind: then all of that
-    kind are selected.
+    Advantages above 0 and below 0 have equal sums. So if answers are right or wrong, half of the sample is right (give
+    or take one if ``size`` is odd), unless there are fewer of a kind: then all of that kind are selected.
 
-    All random numbers were drawn before any candidate ran. Candidates without a reward have no advantage. They are
-    returned only if too few others have rewards.
+    All random numbers were drawn before any candidate ran. Candidates without a reward are returned only if too few
+    others have rewards.
 
     ``by_std``: see `compute_advantages`.
     """
@@ -226,7 +215,7 @@ class Informative(SelectionRule):
         sizes = [abs(deviation) for deviation in reward_deviations(rewarded)]
         shares, unit = inclusion_shares(sizes, min(self.size, len(rewarded)))
         weights = {c.index: unit / share for c, share in zip(rewarded, shares, strict=True) if c.selected_as}
-        # Candidates that fill up were drawn uniformly, and stand for all candidates without a reward.
+        # Candidates that fill up were drawn uniformly.
         fill = [c.index for c in unrewarded if c.selected_as]
         return weights | dict.fromkeys(fill, len(unrewarded) / max(len(fill), 1))
 

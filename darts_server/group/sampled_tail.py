@@ -1,8 +1,7 @@
 """Selection rules whose tail is sampled by random numbers that are drawn before any candidate runs.
 
-`CutTail` has a deadline. The deadline D of a group is the deadline of its cohort, but at least the length of its own
-M-th shortest valid candidate, so that a prompt has the time for long answers. Every candidate is cut at the cut length,
-which is set with the deadline, as if it were the length limit.
+The deadline D of a `CutTail` group is the deadline of its cohort, but at least the length of its own M-th shortest
+valid candidate, so that a prompt has the time for long answers. The cut length acts as a length limit.
 """
 
 from bisect import bisect_left
@@ -17,16 +16,11 @@ from darts_server.types import DiscardReason, SelectedAs
 
 
 class SampledTailSelector(Selector):
-    """Selects the K shortest valid candidates, and from all others the L candidates with the lowest tail draws.
-
-    A candidate beyond the K-th shortest is stopped as soon as L other candidates outside the K places certainly have a
-    lower draw.
-    """
+    """Selects the K shortest valid candidates, and from all others the L candidates with the lowest tail draws."""
 
     def select(self) -> dict[int, SelectedAs]:
         num_shortest = self.rule.num_shortest
         selection = {index: SelectedAs.SHORT for _, index in self.valid_by_length[:num_shortest]}
-        # If too few candidates are valid, truncated candidates fill the places of the shortest.
         truncated_as = SelectedAs.LONG_TRUNCATED
         if len(selection) < num_shortest:
             truncated_as = SelectedAs.FILL
@@ -56,7 +50,6 @@ class SampledTailSelector(Selector):
         num_shortest = self.rule.num_shortest
 
         def is_uncertain(rank: int) -> bool:
-            # Running candidates with fewer tokens so far may still turn out to be shorter.
             may_be_shorter = bisect_left(self.running_by_length, self.valid_by_length[rank])
             return rank + may_be_shorter >= num_shortest
 
@@ -79,8 +72,7 @@ class SampledTailSelector(Selector):
     def _min_lower_draws_outside_short(self, candidate: Candidate) -> int:
         """Return the smallest possible number of candidates outside the K places with a lower draw."""
         # The number is smallest if as many running candidates with a lower draw as possible get one of the K places.
-        # Each of them displaces the longest finished candidate there, which has a lower draw or not. So displacing
-        # never makes the number larger.
+        # Each displaces the longest finished candidate there, which has a lower draw or not, so the number never grows.
         tail_draw = candidate.tail_draw
         places = self.rule.num_shortest
         candidates = self.candidates
@@ -102,7 +94,7 @@ class SampledTailSelector(Selector):
 
     def stops(self) -> dict[int, DiscardReason]:
         # A candidate has lost the tail once L candidates outside the K places certainly have lower draws. Their number
-        # does not fall along `by_draw`. Mostly none has lost, and the last candidate alone shows it.
+        # does not fall along `by_draw`, so the last candidate alone shows the usual case that none has lost.
         by_draw = self._tail_only_candidates()
         tail_places = self.rule.num_longest
         if not by_draw or self._min_lower_draws_outside_short(by_draw[-1]) < tail_places:
@@ -120,9 +112,8 @@ class SampledTailSelector(Selector):
         return winner.is_valid or len(self.valid_by_length) >= self.rule.num_shortest
 
     def compute_checks(self) -> dict[int, int]:
-        # Every candidate is checked when it falls behind the K-th shortest. A candidate with a lower draw than a
-        # tail-only candidate may decide the tail, so it is checked at each of the K shortest. With early delivery all
-        # candidates are, because each of the K shortest becomes certain separately.
+        # A candidate with a lower draw than a tail-only candidate may decide the tail, so it is checked at each of the
+        # K shortest. With early delivery all candidates are, because each of the K shortest becomes certain separately.
         places = self.rule.num_shortest
         checks = self.elimination_checks(places)
         highest_draw = inf
@@ -140,8 +131,7 @@ class SampledTailSelector(Selector):
 class CutTailSelector(SampledTailSelector):
     """Selects like a sampled tail, but keeps only the first D tokens of a tail candidate.
 
-    The length at ``completion_place`` must be known, so candidates that lost the tail run until they are longer. While
-    it may still fall, a candidate that may be cut is not final.
+    The length at ``completion_place`` must be known, so candidates that lost the tail run until they are longer.
     """
 
     has_deadline = True
@@ -149,7 +139,7 @@ class CutTailSelector(SampledTailSelector):
     def _final_deadline(self) -> int | None:
         """Return the group's deadline D in tokens, or None while it may still change."""
         place = self.rule.completion_place
-        # While a running candidate can still get to this place, the completion length may fall, and D with it.
+        # A running candidate that can still get to this place may lower D.
         if self.deadline is None or self.count_contenders(place) > 0:
             return None
         completion_length = self.nth_shortest_length(place)
@@ -172,7 +162,6 @@ class CutTailSelector(SampledTailSelector):
         return super()._is_final(winner)
 
     def stops(self) -> dict[int, DiscardReason]:
-        # Once all selected candidates are final, the other candidates can be stopped.
         are_short_certain = self.num_certainly_short() == self.rule.num_shortest
         if are_short_certain and all(not c.is_running and self._is_final(c) for c in self._tail_winners()):
             return {index: DiscardReason.TAIL_PRUNED for _, index in self.running_by_length}
@@ -184,7 +173,6 @@ class CutTailSelector(SampledTailSelector):
             return {}
         cuts = {}
         for winner in self._tail_winners():
-            # A running candidate will have at least one token more.
             min_length = winner.tokens + 1 if winner.is_running else winner.tokens
             if min_length > deadline:
                 cuts[winner.index] = deadline
@@ -195,7 +183,7 @@ class CutTailSelector(SampledTailSelector):
         if deadline is not None:
             # Only winners still run.
             return {index: deadline for min_length, index in self.running_by_length if min_length <= deadline}
-        # The check for the K shortest comes before the check for `completion_place`, so it replaces that check.
+        # The check for the K shortest comes first, so it replaces the check for `completion_place`.
         checks = {**self.elimination_checks(self.rule.completion_place), **super().compute_checks()}
         if self.cut_length is None:
             return checks
@@ -208,12 +196,11 @@ class CutTailSelector(SampledTailSelector):
 class SampledTail(SelectionRule):
     """Select the K shortest valid candidates and L sampled from all others, whatever their length or validity.
 
-    The random numbers are drawn before any candidate runs. So once the K shortest are certain, the winners of the tail
-    are certain too, and the other candidates can be stopped. Later draws would favour candidates that finish early.
+    Because the random numbers are drawn before any candidate runs, the winners of the tail are certain as soon as the
+    K shortest are, and the other candidates can be stopped. Later draws would favour candidates that finish early.
 
     A sampled candidate stays in the group however it ends. Replacing a candidate at the length limit would hide from
-    the trainer that long answers earn nothing. If fewer than K candidates are valid, the other places are sampled too,
-    so all of the rest have the same probability to be returned.
+    the trainer that long answers earn nothing. If fewer than K candidates are valid, the other places are sampled too.
     """
 
     __slots__ = ()
@@ -225,7 +212,7 @@ class SampledTail(SelectionRule):
         sampled = []
         for candidate in candidates:
             if candidate.survival < 1:
-                # Pruning depends on stopped candidates, and so on tail draws: the probability is not known.
+                # Pruning depends on stopped candidates, and so on tail draws.
                 return {}
             if candidate.selected_as is SelectedAs.SHORT:
                 short_weights[candidate.index] = 1.0
@@ -235,15 +222,12 @@ class SampledTail(SelectionRule):
         if num_rest and not sampled:
             # The tail has no places, so the rest can never be selected.
             return {}
-        # The sampled candidates stand for the whole rest.
         return short_weights | dict.fromkeys(sampled, num_rest / max(len(sampled), 1))
 
 
 @dataclass(frozen=True, slots=True)
 class CutTail(SampledTail):
     """Select the K shortest and L sampled from the rest, cut to their first D tokens. An extension of ours.
-
-    The rule hides nothing from the trainer: a trajectory beyond the deadline is returned truncated.
 
     ``completion_rank``: rank of the candidate whose length is the smallest possible deadline, or None for M.
     """

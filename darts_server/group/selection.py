@@ -1,11 +1,7 @@
 """Selection rules: which candidates of a prompt make the group, and what is certain while some of them still run.
 
-A rule is a value. While a group runs, the rule's `Selector` keeps the candidates in order, says which of them can be
-stopped or returned early, and selects in the end. It reads only lengths, validity (finished at a stop token and not at
-the length limit), indices, tail draws and the deadline, and no rewards or scores. The order in which candidates finish
-does not matter.
-
-Rules with a sampled tail are in `sampled_tail`. The rule that reads rewards is in `informative`.
+Selectors read only lengths, validity (finished at a stop token and not at the length limit), indices, tail draws and
+the deadline. The order in which candidates finish does not matter. Only the rule in `informative` reads rewards.
 """
 
 from bisect import bisect_left, insort
@@ -24,16 +20,16 @@ Key = tuple[int, int]
 
 
 class Selector:
-    """Follows the candidates of a group, and selects among them.
+    """Keeps the candidates of a group in order, and selects among them. This base class selects all.
 
     All methods but `update` and `take_deliveries` are queries. All answers hold whatever the running candidates do,
-    unless they fail. This base class stops no candidate, and selects all.
+    unless they fail.
 
     ``deliver_early``: whether `take_deliveries` is called before the group is complete. It needs more checks.
     """
 
     has_deadline: ClassVar[bool] = False
-    """Whether the rule uses a deadline and a cut length. Otherwise both are ignored."""
+    """Whether the rule uses the deadline and the cut length."""
 
     def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
         self.rule = rule
@@ -44,16 +40,14 @@ class Selector:
         self.running_by_length: list[Key] = []
         self.valid_by_length: list[Key] = []
         self.truncated_by_length: list[Key] = []
-        # The list and the key of each candidate, by index.
         self._entries: dict[int, tuple[list[Key], Key]] = {}
         self.cached_checks: dict[int, int] | None = None
         """The latest result of `compute_checks`, or None after a change."""
         self.delivered: Collection[int] = ()
-        """Indices of delivered candidates. The group has them with all their tokens."""
+        """Indices of delivered candidates. They keep all their tokens."""
+        # Both are from `DeadlineSet`.
         self.deadline: int | None = None
-        """The cohort's deadline in tokens, or None while it is not known."""
         self.cut_length: int | None = None
-        """Length in tokens at which every candidate is cut, or None."""
         self.sampling_start = 0.0
         """Start of systematic sampling in [0, 1), for rules that need rewards."""
 
@@ -95,7 +89,6 @@ class Selector:
         """
         lengths = [length for length, _ in self.valid_by_length]
         for min_length, index in self.running_by_length:
-            # A running candidate will have at least one token more.
             lengths.append(max(min_length, generated.get(index, 0) + 1))
         if len(lengths) < n:
             return None
@@ -103,8 +96,7 @@ class Selector:
 
     def count_contenders(self, places: int) -> int:
         """Return how many running candidates can still be among the ``places`` shortest. They are the shortest."""
-        # The `places`-th shortest valid length so far can only fall, and running candidates can only get longer. So a
-        # candidate beyond this length stays beyond it.
+        # The `places`-th shortest valid length can only fall, and running candidates can only get longer.
         if len(self.valid_by_length) < places:
             return len(self.running_by_length)
         if places == 0:
@@ -117,19 +109,17 @@ class Selector:
             return {}
         last_length, last_index = self.valid_by_length[places - 1]
         contenders = self.running_by_length[: self.count_contenders(places)]
-        # A contender will have at least one token more. At equal lengths, the higher index is behind.
+        # A contender will have at least one token more.
         return {index: last_length if index < last_index else last_length - 1 for _, index in contenders}
 
     def next_rank_check(self, key: Key, places: int) -> int | None:
-        """Return the token count at which a running candidate falls behind the next valid candidate.
-
-        None if it is behind all valid candidates that are among the ``places`` shortest.
+        """Return the token count at which a running candidate falls behind the next of the ``places`` shortest, or None
+        if it is behind all of them.
         """
         rank = bisect_left(self.valid_by_length, key)
         if rank >= min(places, len(self.valid_by_length)):
             return None
         next_length, next_index = self.valid_by_length[rank]
-        # At equal lengths, the higher index is behind.
         return next_length if key[1] < next_index else next_length - 1
 
     # --- what is certain ------------------------------------------------------
@@ -147,23 +137,20 @@ class Selector:
         return {}
 
     def take_deliveries(self) -> list[int]:
-        """Return finished candidates that are certain to be in the group.
-
-        Candidates that an earlier call has returned may be missing.
-        """
+        """Return finished candidates that are certain to be in the group. Earlier results may be missing."""
         return []
 
     def compute_checks(self) -> dict[int, int]:
         """Return the token count of each running candidate at which another query may change its answer.
 
-        Candidates that can be stopped must be removed before.
+        Apply `stops` first.
         """
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionRule:
-    """How a group is selected: ``num_shortest`` (K) places for the shortest, ``num_longest`` (L) for the tail."""
+    """``num_shortest`` (K) places for the shortest candidates, ``num_longest`` (L) for the tail."""
 
     num_shortest: int
     num_longest: int = 0
@@ -182,7 +169,7 @@ class SelectionRule:
 
     @property
     def min_remaining(self) -> int:
-        """Number of candidates that must be left after pruning and failures."""
+        """Number of candidates that pruning and failures must leave."""
         return self.size
 
     @property
@@ -191,7 +178,7 @@ class SelectionRule:
         return self.size
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        """Return the reason why a finished candidate was not selected."""
+        """Return why a finished candidate was not selected."""
         return DiscardReason.MIDDLE if candidate.is_valid else DiscardReason.TRUNCATED
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
@@ -199,7 +186,7 @@ class SelectionRule:
 
         The probability is over tail draws and pruning, given the lengths that all ``candidates``, stopped candidates
         included, would have reached. Empty if some candidates can never be selected, because no weights make up for
-        them. By default empty unless all candidates were certain to be selected.
+        them.
         """
         if any(c.selected_as is None or c.survival < 1 for c in candidates):
             return {}
@@ -214,15 +201,12 @@ class SelectionRule:
 
 
 class InOrderSelector(Selector):
-    """Selects the first candidates by index, however they finish."""
-
     def select(self) -> dict[int, SelectedAs]:
         finished_indices = sorted(index for _, index in self.valid_by_length + self.truncated_by_length)
         return dict.fromkeys(finished_indices[: self.rule.size], SelectedAs.SHORT)
 
     def stops(self) -> dict[int, DiscardReason]:
-        # A running candidate may still fail, so later candidates are stopped only when enough candidates before them
-        # have finished.
+        # A running candidate may still fail, so only finished candidates can make later candidates superfluous.
         num_finished = len(self.valid_by_length) + len(self.truncated_by_length)
         if not self.running_by_length or num_finished < self.rule.size:
             return {}
@@ -230,7 +214,7 @@ class InOrderSelector(Selector):
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running_by_length if index > last_selected}
 
     def take_deliveries(self) -> list[int]:
-        # If one of the first candidates fails, the others are still among the first.
+        # If one of the first fails, the others stay among the first.
         first_indices = sorted(self.candidates)[: self.rule.size]
         return [index for index in first_indices if not self.candidates[index].is_running]
 
@@ -253,8 +237,6 @@ class InOrder(SelectionRule):
 
 
 class DualEndSelector(Selector):
-    """Selects the K shortest and the L longest valid candidates."""
-
     def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
         super().__init__(rule, deliver_early)
         # Valid candidates that `take_deliveries` has not returned, the shortest first.
@@ -284,7 +266,7 @@ class DualEndSelector(Selector):
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running_by_length[num_contenders:]}
 
     def take_deliveries(self) -> list[int]:
-        # Only the shortest and the longest candidates can be certain of a place, so the search starts at both ends.
+        # Only the shortest and the longest candidates can be certain of a place.
         certain_indices = []
         keys = self._undelivered_by_length
         while keys and self._is_certain(keys[0]):
@@ -296,7 +278,7 @@ class DualEndSelector(Selector):
     def compute_checks(self) -> dict[int, int]:
         places = self.rule.num_shortest
         if not self.deliver_early:
-            # With places for the longest, `stops` stops no candidate, whatever its length.
+            # With places for the longest, `stops` stops no candidate.
             return {} if self.rule.num_longest else self.elimination_checks(places)
         # Each place that a candidate falls behind may make another candidate certain.
         checks = {}
@@ -307,9 +289,8 @@ class DualEndSelector(Selector):
         return checks
 
     def _is_certain(self, key: Key) -> bool:
-        """Whether this valid candidate is in the group whatever the running candidates do."""
-        # It is left out only if at least K valid candidates are shorter and at least L are longer. Every running
-        # candidate may become longer, and only running candidates that are shorter so far may stay shorter.
+        # A valid candidate is left out only if at least K valid candidates are shorter and at least L are longer. Every
+        # running candidate may become longer, and only running candidates that are shorter so far may stay shorter.
         num_shorter = bisect_left(self.valid_by_length, key)
         num_longer = len(self.valid_by_length) - num_shorter - 1
         missing_shorter = max(0, self.rule.num_shortest - num_shorter)
@@ -324,7 +305,7 @@ class DualEnd(SelectionRule):
     If fewer than K + L candidates are valid, the shortest invalid candidates fill up.
 
     L = 0 is the rule for saturated prompts (DARTS, variance-guided tail pruning): candidates beyond the K-th shortest
-    are stopped. With L >= 1 any candidate may become the longest, so all finish.
+    are stopped. With L >= 1 all finish.
     """
 
     __slots__ = ()
@@ -342,7 +323,7 @@ class DualEnd(SelectionRule):
 class AllSurvivors(SelectionRule):
     """Select all candidates that were not pruned, for trainers that take groups of any size (ARRoL).
 
-    At least one candidate is always left. ``size`` is the caller's group size.
+    ``size`` is the caller's group size.
     """
 
     __slots__ = ()
@@ -352,13 +333,10 @@ class AllSurvivors(SelectionRule):
         return 1
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
-        # All survivors are selected.
         return {c.index: 1 / c.survival for c in candidates if c.selected_as is not None}
 
 
 class SampledSurvivorsSelector(Selector):
-    """Selects the survivors with the lowest tail draws."""
-
     def select(self) -> dict[int, SelectedAs]:
         survivors = self.valid_by_length + self.truncated_by_length
         by_draw = sorted((self.candidates[index].tail_draw, index) for _, index in survivors)
@@ -366,10 +344,10 @@ class SampledSurvivorsSelector(Selector):
 
 
 class SampledSurvivors(SelectionRule):
-    """Select ``size`` of the candidates that were not pruned, each with the same probability, by the lowest tail draws.
+    """Select the ``size`` candidates with the lowest tail draws that were not pruned.
 
-    All survivors run until they finish. Stopping survivors that lose the draw would let pruning, which depends on how
-    many candidates are left, depend on tail draws, and the weights would not be exact.
+    Survivors that lose the draw run on. Stopping them would let pruning, which depends on how many candidates are left,
+    depend on tail draws, and the weights would not be exact.
     """
 
     __slots__ = ()

@@ -1,11 +1,11 @@
 """One session of an agent: several requests (turns) with tool time between them. No I/O, no clock.
 
-A session is a candidate of its group, so it has a length: its generated tokens over all turns, or its seconds. The
-group's rule acts on the length so far, and may stop the session in any turn.
+A session is a candidate of its group. Its length is its generated tokens over all turns, or its seconds. The group's
+rule may stop the session in any turn.
 
-A session keeps what training needs in rows. A turn whose prompt begins with all tokens of a row extends this row. A
-turn with another history, which the harness has rewritten or forked, begins a row of its own. Such a history mostly
-begins as an earlier row does, so the rows share blocks of tokens, as prompts do in vLLM's prefix cache.
+A turn whose prompt begins with all tokens of a row extends this row. A turn with another history, which the harness has
+rewritten or forked, begins a row of its own. Such a history mostly begins as an earlier row does, so rows share blocks
+of tokens, as prompts do in vLLM's prefix cache.
 """
 
 from array import array
@@ -17,13 +17,12 @@ from darts_server.records import VersionSpans, append_spans, extend_spans
 from darts_server.types import SessionEnd
 
 BLOCK_TOKENS = 256
-"""Tokens of a block that rows share. Smaller blocks cost more for each token, larger blocks share less of a history."""
+"""Smaller blocks cost more for each token, larger blocks share less of a history."""
 TOKEN_BYTES = 4
 """Memory of a token id, and of a log-prob."""
 BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS + 150
 """Memory of a block: its token ids, the object, and its entry in the dictionary of blocks."""
 ROW_BYTES = 700
-"""Memory of the objects of a row."""
 MAX_TOOL_INTERVALS = 64
 """Intervals of tool time that a session keeps, in 1 KB. The monitor encodes these of 2,048 sessions in 0.2 s."""
 
@@ -33,7 +32,7 @@ class Row:
     """Tokens to train on, in the order of the model's context.
 
     ``full_blocks``, ``last_tokens``: the token ids, in blocks and after them. ``turn_lengths``: for each turn, the
-    number of tokens that its prompt adds, and that it generates. ``spans``: weight versions of the generated tokens.
+    tokens that its prompt adds, and that it generates. ``spans``: weight versions of the generated tokens.
     """
 
     full_blocks: list[bytes] = field(default_factory=list)
@@ -71,20 +70,20 @@ class Row:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the row without its blocks."""
+        """Memory without the blocks."""
         numbers = len(self.last_tokens) + len(self.turn_lengths) + len(self.generated_logprobs)
         # A list has 8 bytes for each of its blocks.
         return ROW_BYTES + TOKEN_BYTES * numbers + 8 * len(self.full_blocks)
 
     def is_prefix_of(self, tokens: "array[int]", blocks: list[bytes]) -> bool:
-        """Return whether ``tokens``, whose full blocks are ``blocks``, begin with this row."""
+        """Whether ``tokens``, whose full blocks are ``blocks``, begin with this row."""
         # A session that rewrites its history has many rows, and mostly their last tokens already differ.
         num_blocks = len(self.full_blocks)
         ends_alike = tokens[BLOCK_TOKENS * num_blocks : len(self)] == self.last_tokens
         return ends_alike and blocks[:num_blocks] == self.full_blocks
 
     def cut(self, max_generated: int) -> None:
-        """Keep the tokens up to generated token number ``max_generated``."""
+        """Keep the tokens up to the ``max_generated``-th generated token."""
         if self.num_generated <= max_generated:
             return
         remaining = max_generated
@@ -102,7 +101,7 @@ class Row:
         self.turn_lengths = turn_lengths
         del self.full_blocks[num_blocks:]
         del self.generated_logprobs[max_generated:]
-        # The spans have more tokens, so this cuts them, and no token gets version 0.
+        # The spans have more tokens, so no token gets version 0.
         self.spans = extend_spans(self.spans, 0, max_generated)
 
     def _added_and_generated(self) -> Iterator[tuple[int, int]]:
@@ -111,8 +110,6 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """A turn that was answered."""
-
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -120,17 +117,16 @@ class FinishedTurn:
 
 
 class Session:
-    """The turns of one session, and its end. Times are seconds of the caller's monotonic clock."""
+    """The turns of one session. Times are seconds of the caller's monotonic clock."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.rows: list[Row] = []
         self.row_tokens = 0
-        """Tokens of all rows, as they are read."""
+        """Tokens of all rows, without sharing."""
         self._blocks: dict[bytes, bytes] = {}
         """Each block of the rows by itself, so that rows with an equal block share the object."""
         self._row_bytes = 0
-        """Memory of the rows without their blocks."""
         self.turns = 0
         """Number of answered turns."""
         self.running_turns = 0
@@ -139,11 +135,9 @@ class Session:
         self.prompt_tokens = 0
         """Prompt tokens of answered turns."""
         self.tool_seconds = 0.0
-        """Seconds between the turns."""
         self._tool_times = array("d")
         """Begin and end of each interval of tool time, one after the other."""
         self.started_at: float | None = None
-        """Begin of the first turn."""
         self.used_at: float | None = None
         """Begin or end of the latest turn."""
         self.ended_at: float | None = None
@@ -155,7 +149,6 @@ class Session:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the rows and of the intervals of tool time."""
         tool_bytes = self._tool_times.itemsize * len(self._tool_times)
         return self._row_bytes + BLOCK_BYTES * len(self._blocks) + tool_bytes
 
@@ -167,7 +160,7 @@ class Session:
         return self.used_at
 
     def tool_times(self) -> "array[float]":
-        """Return begin and end of each of the first intervals of tool time, one after the other.
+        """Return the begin and the end of each of the first `MAX_TOOL_INTERVALS` intervals of tool time.
 
         The last interval has no end while a tool runs. The time from the last turn to the session's end is an interval.
         """
@@ -184,11 +177,7 @@ class Session:
         return end - self.started_at
 
     def begin_turn(self, now: float) -> None:
-        """Count a new request.
-
-        Raises:
-            IllegalMove: the session is over.
-        """
+        """Count a new request. Raises `IllegalMove` if the session is over."""
         if self.is_over:
             raise IllegalMove(f"session {self.index} is over")
         if self.started_at is None:
@@ -202,8 +191,8 @@ class Session:
     def end_turn(self, now: float, tokens: int, turn: FinishedTurn | None = None) -> None:
         """Count a request that has ended with ``tokens`` generated tokens.
 
-        ``turn``: None if the caller did not get the answer. Such a turn counts in the session's length, because its
-        tokens were generated, but it is in no row.
+        ``turn``: None if the caller did not get the answer. Such a turn counts in the session's length, but it is in no
+        row.
         """
         if self.running_turns == 0:
             raise IllegalMove(f"session {self.index} has no running turn")
@@ -216,15 +205,11 @@ class Session:
             self._add_to_rows(turn)
 
     def end(self, reason: SessionEnd, now: float) -> None:
-        """End the session.
-
-        Raises:
-            IllegalMove: the session is over already.
-        """
+        """End the session. Raises `IllegalMove` if it is over already."""
         if self.end_reason is not None:
             raise IllegalMove(f"session {self.index} is {self.end_reason} already, and cannot be {reason}")
         if self.tool_since is not None:
-            # This interval is not between turns, so it does not count in `tool_seconds`.
+            # Not between turns, so this interval does not count in `tool_seconds`.
             self._add_tool_interval(self.tool_since, now)
         self.end_reason = reason
         self.ended_at = now
@@ -264,7 +249,6 @@ class Session:
         blocks = []
         for start in range(0, num_blocks * block_size, block_size):
             block = packed[start : start + block_size]
-            # If another row has the same block, share it.
             blocks.append(self._blocks.setdefault(block, block))
 
         # Extend the newest row that the prompt begins with, or begin a row.
