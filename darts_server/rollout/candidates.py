@@ -1,5 +1,3 @@
-"""Run the candidates of a group on the engine, and report their events."""
-
 import asyncio
 from array import array
 from collections import deque
@@ -52,7 +50,7 @@ NEW: CarriedCandidate[Any] = CarriedCandidate()
 """A candidate without carried tokens."""
 
 NOTHING_DUE = 1 << 60
-"""Value of `CandidateRunner.tokens_until_check` if no candidate has to report its progress."""
+"""`CandidateRunner.tokens_until_check` if no candidate has to report its progress."""
 MAX_TRIES = 100
 """Replacements of a cut candidate whose engine died before it sent the tokens."""
 REPLACEMENT_POLL_SECONDS = 0.02
@@ -67,8 +65,6 @@ def copy_to_arrays(tokens: TokenSlice) -> TokenSlice:
 
 @dataclass(slots=True)
 class CandidateHistory:
-    """Times, weight versions and token counts of a candidate, for its record."""
-
     started_at: float | None = None
     ended_at: float | None = None
     stopped_tokens: int = 0
@@ -86,7 +82,7 @@ class CandidateHistory:
         self.resumed = carried.tokens
 
     def version_spans(self, tokens: int, weight_version: int) -> VersionSpans:
-        """Return the spans of all tokens. ``weight_version``: present version, for a candidate that still runs."""
+        """Return the spans of all tokens. ``weight_version``: for a candidate that still runs."""
         if self.version_start is None:
             return ()
         version = weight_version if self.version_end is None else self.version_end
@@ -109,7 +105,7 @@ class CandidateRun(Generic[RequestT, OutputT]):
     aborted: bool = False
     """Whether the group was aborted, and returns the partial output."""
     aborting_callers: list[asyncio.Future[OutputT]] = field(default_factory=list)
-    """Callers that have aborted the request of this candidate alone, and wait for its output."""
+    """Callers that have aborted this candidate's request alone, and wait for its output."""
     is_streamed: bool = False
     """Whether tokens were read while it ran."""
     tokens_at_stop: int | None = None
@@ -118,12 +114,12 @@ class CandidateRun(Generic[RequestT, OutputT]):
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
-    """Starts, stops, cuts and aborts the candidates of a group, each in a task of its own.
+    """Runs the candidates of a group on the engine, each in a task of its own.
 
     After a discard, changes are recorded, but are no events.
 
     Args:
-        owner, ticket, carried, starting_order: see `GroupRun`.
+        ticket, carried: see `GroupRun`.
         group: only read here.
         on_bug: called with an error that does not come from the engine.
     """
@@ -142,7 +138,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     ) -> None:
         self.candidates: list[CandidateRun[RequestT, OutputT]] = []
         self.running: dict[int, RunningCandidate[OutputT]] = {}
-        """Candidates on the engine, by index. Stopped candidates stay until the engine has answered."""
+        """Candidates by index. Stopped candidates stay until the engine has answered."""
         self.finish_times: list[float] = []
         """Ends of the finished candidates since the last restart."""
         self.own_requests: deque[RequestT] = deque()
@@ -168,7 +164,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._starting_order = starting_order
         self._on_events = on_events
         self._on_bug = on_bug
-        # Numbers of kept tokens of candidates that were cut before they had an output, by index.
+        # Kept tokens of candidates that were cut before they had an output, by index.
         self._cut_lengths: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -210,7 +206,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         return events
 
     def prepare_restart(self) -> None:
-        """Keep the requests of the candidates for the next candidates, and drop carried tokens."""
+        """Keep requests for the next candidates, and drop carried tokens."""
         self.own_requests.extend(c.request for c in self.candidates if c.state.is_alive and c.has_own_request)
         self.finish_times.clear()
         # Carried tokens may be too old for the new weights, also if their candidate has not started yet.
@@ -228,7 +224,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- outputs and tokens -------------------------------------------------
 
     def count_tokens(self, index: int) -> int:
-        """Return the number of tokens that a candidate has generated, or that were kept if it was cut."""
+        """Return the number of generated tokens, or of kept tokens after a cut."""
         candidate = self.candidates[index]
         running = self.running.get(index)
         tokens = None
@@ -243,7 +239,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         return max(tokens, candidate.history.resumed)
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
-        """Return the tokens of a candidate from ``start`` on.
+        """Return the tokens from ``start`` on.
 
         None if the candidate failed or was stopped, or while it has not started or its output is being read.
         """
@@ -300,7 +296,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
         candidate = self.candidates[index]
         if not candidate.output.done():
-            # The candidate still runs. `_handle_result` truncates its output.
+            # `_handle_result` truncates the output of a running candidate.
             if index not in self._cut_lengths:
                 self._stop_on_engine(candidate)
                 candidate.history.ended_at = candidate.history.ended_at or self._clock()
@@ -312,7 +308,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.output.set_result(output)
 
     def abort_request(self, request: RequestT, caller: asyncio.Future[OutputT]) -> None:
-        """Stop the candidate of one of the group's requests, and give its caller the partial output.
+        """Stop a request's candidate, and give the caller the partial output.
 
         If the candidate no longer runs, its tokens may belong to another caller, so this caller gets no tokens.
         """
@@ -334,8 +330,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 caller.set_result(self._engine.aborted_output(candidate.request))
 
     def _stop_on_engine(self, candidate: CandidateRun[RequestT, OutputT]) -> int:
-        # The group, a caller and a limit that a carried candidate has passed may all stop the candidate in the same
-        # turn of the event loop. The engine takes one stop.
+        # The engine takes one stop. The group, a caller and a limit that a carried candidate has passed may all stop
+        # the candidate in the same turn of the event loop.
         if candidate.tokens_at_stop is None:
             candidate.tokens_at_stop = self.running[candidate.state.index].stop()
         return candidate.tokens_at_stop
@@ -352,8 +348,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._finish_carried(candidate)
                 return
             try:
-                # Drafts are made from the tokens of a group's first candidate, so every group of the batch starts this
-                # candidate first.
                 if self._first_round is not None and index > 0:
                     await self._first_round.wait()
                 await self._start_queue.wait_for_candidate(carried.tokens)
@@ -410,7 +404,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             finally:
                 self.running.pop(index, None)
         except Exception as error:
-            # This is a bug of ours, and nothing awaits this task.
+            # A bug of ours. Nothing awaits this task.
             self._fail_output(candidate, error)
             self._on_bug(error)
         finally:
@@ -452,7 +446,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         carried: CarriedCandidate[OutputT],
         order: float,
     ) -> CandidateResult[OutputT]:
-        """Replace a cut candidate whose engine died before it sent the tokens."""
         # The lost candidate had reached the cut, so a candidate that ends earlier cannot replace it.
         index = candidate.state.index
         for _ in range(MAX_TRIES):
@@ -491,7 +484,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def _finish_carried(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Report a candidate that finished before its group was carried over, without the engine."""
         carried = candidate.carried
-        # The result is kept in this process. After a restart of the server, only the saved end is known.
+        # After a restart of the server, only the saved end is known.
         result = carried.result
         end = carried.saved_end
         if end is not None:
@@ -518,8 +511,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         history.ended_at = history.ended_at or self._clock()
         history.version_end = last_token_version
         if candidate.tokens_at_stop is None:
-            # The events below may stop the candidate. Then `_stop_on_engine` returns this number: the engine no longer
-            # knows the tokens.
+            # The events below may stop the candidate, whose tokens the engine no longer knows.
             candidate.tokens_at_stop = result.tokens
         if self._keeps_results:
             candidate.result = result

@@ -1,9 +1,3 @@
-"""Count groups of single requests that are not shaped.
-
-The engine serves each request without us. The group gives its requests one record, so that rewards, statistics and
-placement work as for shaped groups.
-"""
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,21 +12,19 @@ from darts_server.serving.fair_cache import FairCache
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
-"""Maximum requests of a group, by its size: requests that left may be sent again."""
+"""Maximum requests per seat: requests that left may be sent again."""
 MAX_IDLE = 4096
-"""Maximum groups that wait for further requests while no request of theirs runs: four steps of 1,024 groups."""
+"""Maximum groups that wait for further requests without a running request: four steps of 1,024 groups."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A request of a counted group."""
-
     group: "_CountedGroup"
     index: int
     count_tokens: Callable[[], int]
-    """Returns the number of tokens so far, or less after the end."""
+    """The engine may have forgotten tokens after the end."""
     started_at: float | None = None
-    """Start, or None while the request waits for the engine."""
+    """None while the request waits for the engine."""
     version_start: int | None = None
     spans: VersionSpans = ()
     """Weight versions of tokens before the last change of weights."""
@@ -43,7 +35,7 @@ class Member:
         self.version_start = self.group.registry.weight_version()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], reason: FinishReason) -> None:
-        """Report the trajectory and end the request. Called before the caller gets the last tokens."""
+        """Report the trajectory. Called before the caller gets the last tokens."""
         group = self.group
         trajectory = TrajectoryRecord(
             group.group_id,
@@ -59,7 +51,6 @@ class Member:
 
     def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
         """End the request without a trajectory, if it runs. ``tokens``: tokens that the caller got."""
-        # The engine may have forgotten the tokens.
         if self.record is None:
             self._end(max(tokens, self.count_tokens()), None, reason)
 
@@ -68,7 +59,7 @@ class Member:
         version = registry.weight_version()
         selected_as = None
         weight = None
-        # A truncated trajectory counts like the others: a counted group selects nothing by how it finished.
+        # Truncated trajectories count too: a counted group selects nothing.
         if finish_reason is not None:
             selected_as = SelectedAs.SHORT
             weight = 1.0
@@ -104,7 +95,6 @@ class _CountedGroup:
     members: list[Member] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
     ends_when_idle: bool = False
-    """Whether the group ends when no request runs."""
 
     @property
     def taken_seats(self) -> int:
@@ -113,7 +103,6 @@ class _CountedGroup:
 
     @property
     def has_used_replacements(self) -> bool:
-        """Whether too many requests have left the group for another request to join."""
         return len(self.members) >= MOST_MEMBERS * self.size
 
     @property
@@ -125,13 +114,12 @@ class _CountedGroup:
         self.end_if_over()
 
     def end_if_over(self) -> None:
-        """Report the group if no request runs, and no further request is expected."""
+        """Report the group if no request runs or is expected."""
         # A request that runs has no record yet.
         records = [member.record for member in self.members if member.record is not None]
         if len(records) < len(self.members):
             return
         registry = self.registry
-        # Requests that have left take no seat.
         is_full = self.taken_seats == self.size
         if not (is_full or self.ends_when_idle or self.has_used_replacements):
             # Wait for further requests. If too many groups wait, the oldest groups end.
@@ -171,15 +159,18 @@ class _CountedGroup:
 
 
 class CountedGroups:
-    """Finds a group for each single request.
+    """Counts groups of single requests that are not shaped, and that the engine serves without us.
 
-    No request waits for other requests. A group ends when it is full and all its requests have finished, or when no
-    request runs and no further request has arrived for a while. A request that is aborted, or whose caller disconnects,
-    leaves its seat to another request.
+    A group gives its requests one record, so that rewards, statistics and placement work as for shaped groups. No
+    request
+    waits for other requests. A group ends when it is full and all its requests have finished, or when no request runs
+    and
+    no further request has arrived for a while. A request that is aborted, or whose caller disconnects, leaves its seat
+    to
+    another request.
 
     Args:
-        report_group_closed: called with ``is_full`` and ``planned_size`` when a group ends.
-        timeout, named_timeout: see `GroupJoiner`.
+        report_group_closed, timeout, named_timeout: see `GroupJoiner`.
     """
 
     def __init__(
@@ -203,11 +194,11 @@ class CountedGroups:
         self._groups: dict[str, list[_CountedGroup]] = {}
 
     def join(self, request: JoinRequest[Any], count_tokens: Callable[[], int]) -> Member:
-        """Add a request to a group. Its `Member` must finish or leave."""
+        """The returned `Member` must finish or leave."""
         groups = self._groups.setdefault(request.join_key, [])
         group = next((group for group in groups if group.has_free_seat), None)
         if group is None:
-            # The group does not keep the engine's request: thousands of groups with long prompts may be idle.
+            # Do not keep the engine's request: thousands of groups with long prompts may be idle.
             group = _CountedGroup(
                 registry=self,
                 group_id=f"group-{request.request_id}",
@@ -222,13 +213,11 @@ class CountedGroups:
                 ends_when_idle=self.draining,
             )
             groups.append(group)
-        # The group is not idle any more: it has a running request.
         self.idle_groups.pop(group.owner, group)
         member = Member(group, len(group.members), count_tokens)
         group.members.append(member)
         group.request_ids += (request.request_id,)
 
-        # Wait for further requests from now on.
         if group.timer is not None:
             group.timer.cancel()
         if not self.draining:

@@ -1,5 +1,3 @@
-"""The record of a group that has ended, from its state machine and the records of its candidates."""
-
 from collections.abc import Sequence
 
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
@@ -34,7 +32,6 @@ def make_group_record(
     if rule.needs_rewards:
         num_rewarded = sum(candidate.reward is not None for candidate in candidates)
 
-    # The deadline, and how the group's cohort has chosen it.
     deadline = group.deadline
     cut_length = group.cut_length
     explored = False

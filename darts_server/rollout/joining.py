@@ -1,8 +1,8 @@
 """Join single requests to groups, for trainers that send each trajectory as a request of its own.
 
-Every request starts a candidate at once and takes a seat. When all seats are taken, or when no further request has
-arrived for a while, the group is closed: the extra candidates start, and the group's rule selects. Each selected
-trajectory answers a random waiting caller, so that the order of callers says nothing about lengths.
+Every request starts a candidate at once and takes a seat. When all seats are taken, or no further request has arrived
+for a while, the group is closed: the extra candidates start, and the group's rule selects. Each selected trajectory
+answers a random waiting caller, so that the order of callers says nothing about lengths.
 
 * A group that is closed early consists of the requests that arrived. A request alone is not shaped.
 * A caller that disconnects leaves its seat in the draw, so that no length is favoured. While the group runs, the seat's
@@ -40,14 +40,13 @@ class _Seat(Generic[RequestT, OutputT]):
     request: RequestT
     request_id: str
     caller: asyncio.Future[OutputT] | None
-    """Waiting caller, or None after it has left."""
+    """None after the caller has left."""
     output: OutputT | None = None
     is_answered: bool = False
     has_aborted: bool = False
     """Whether the caller gets the partial output of its own candidate, and leaves."""
 
     def assign(self, output: OutputT) -> None:
-        """Keep a trajectory for the seat, and answer the caller if it waits."""
         self.output = output
         if self.caller is not None and not self.caller.done() and not self.has_aborted:
             self.caller.set_result(output)
@@ -81,7 +80,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
-        # For each of the newest groups, whether it was closed early.
         self._were_closed_early: deque[bool] = deque(maxlen=WINDOW)
         self._is_early_closing_logged = False
         self.counted = CountedGroups(
@@ -139,7 +137,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self.counted.drain()
 
     def report_group_closed(self, *, is_full: bool, planned_size: int) -> None:
-        """Report a closed group, and log once if many groups lack some of their ``planned_size`` requests."""
+        """Report a closed group, and log once if many groups lack requests."""
         self._observer.group_closed(is_full)
         self._were_closed_early.append(not is_full)
         num_closed_early = sum(self._were_closed_early)
@@ -160,7 +158,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
     def _find_seat(
         self, request: JoinRequest[RequestT]
     ) -> tuple["_JoinedGroup[RequestT, OutputT]", _Seat[RequestT, OutputT]]:
-        """Return a group and a seat: a new seat in an open group, a vacant seat, or a seat in a new group."""
+        """Return a new seat in an open group, a vacant seat, or a seat in a new group."""
         groups = self.groups.get(request.join_key, [])
         for group in groups:
             if not group.closed.is_set():
@@ -182,8 +180,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
 
 
 class _JoinedGroup(Generic[RequestT, OutputT]):
-    """A group of single requests. A task waits until the group is closed, and answers its callers."""
-
     def __init__(
         self,
         joiner: GroupJoiner[RequestT, OutputT],
@@ -222,7 +218,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._ticket.merge(request.ticket)
         self.run.add_candidate(request.request)
 
-        # Every request restarts the time that the group waits for the next request.
+        # Every request restarts the timeout.
         if self._timer is not None:
             self._timer.cancel()
         if len(self.seats) == self._first_request.plan.size:
@@ -232,7 +228,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def take_vacant_seat(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
-        """Give a late caller the seat of a disconnected caller, if there is one."""
         if self.run.has_ended:
             return None
         for seat in self.seats:
@@ -262,7 +257,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             if not self.run.has_ended:
                 await self._start_extra_candidates()
 
-            # Short trajectories come first. With random seats, the order of callers says nothing about lengths.
+            # Short trajectories come first, and must not all go to the first callers.
             async for trajectory in self.run.trajectories():
                 seat = rng.choice(self._possible_seats(trajectory))
                 seat.assign(trajectory.output)
@@ -271,7 +266,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 if seat.output is None and not seat.has_aborted:
                     seat.assign(self.run.engine.aborted_output(seat.request))
         except Exception as error:
-            # Every caller that still waits gets the error.
             for seat in self.seats:
                 if seat.caller is not None and not seat.caller.done():
                     seat.caller.set_exception(error)
@@ -311,7 +305,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return other_seats or free_seats
 
     def _remove(self) -> None:
-        """Remove the group and stop its candidates, once."""
         # The group's task calls this when it ends. A task that is cancelled before its first step does not, so
         # `stop_if_no_caller_waits` calls it, too.
         if self._is_removed:

@@ -1,5 +1,3 @@
-"""Plan how a request is served, before anything starts."""
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,12 +10,12 @@ from darts_server.policy.shaping import Shaping
 from darts_server.types import AUTO, MAX_GROUP_SIZE, OFF, RequestOptions, TurnKind
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
-"""Starts and returns exactly the requested trajectories."""
+"""Starts exactly the requested trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Policy and size of a group. Under `OFF` the group is only counted, see `CountedGroups`.
+    """Under `OFF` the group is only counted, see `CountedGroups`.
 
     Raises:
         InvalidRequest: the policy does not support the size.
@@ -30,10 +28,9 @@ class Plan:
     """Whether the group joins requests for one trajectory each."""
     auto: AutoLimits | None = None
     rule: SelectionRule = field(init=False, repr=False, compare=False)
-    """Selection rule, unless the prompt is saturated."""
+    """Rule of a prompt that is not saturated."""
 
     def __post_init__(self) -> None:
-        # The policy raises `InvalidRequest` for a size that it does not support.
         object.__setattr__(self, "rule", self.shaping.selection_rule(self.size))
 
     def rule_for(self, saturated: bool) -> SelectionRule:
@@ -42,7 +39,7 @@ class Plan:
         return self.rule
 
     def candidates_without_statistics(self, redundancy_scale: float) -> int:
-        """Return the number of candidates. ``redundancy_scale``: share of the redundancy to use, 0 to 1."""
+        """``redundancy_scale``: share of the redundancy to use, 0 to 1."""
         return reduce_candidates(self.shaping.candidates(self.size), self.size, redundancy_scale)
 
     def shrink_to(self, size: int) -> "Plan":
@@ -56,21 +53,19 @@ class Plan:
         try:
             return replace(self, size=size)
         except InvalidRequest:
-            # The policy does not support so small a group.
+            # The policy does not support this size.
             return replace(self, shaping=UNSHAPED, size=size)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of group sizes, and of the single requests that are joined to groups."""
-
     max_group_size: int = MAX_GROUP_SIZE
     group_size: int | None = None
-    """The only size of shaped groups. Without it, a single request is joined only if it names a size."""
+    """The only size of shaped groups. None joins single requests only if they name a size."""
     joins_later_turns: bool = False
     """Whether requests that continue a trajectory are joined, too."""
     group_pattern: re.Pattern[str] | None = None
-    """Pattern of session names. Its first capturing group is the name of the group."""
+    """Matches session names. Its first capturing group is the group's name."""
 
     def group_name_of_session(self, session: str | None) -> str | None:
         if self.group_pattern is None or session is None:
@@ -84,13 +79,11 @@ class Limits:
     def should_join(self, kind: TurnKind) -> bool:
         if kind is TurnKind.OPENING:
             return True
-        # Greedy and scored tokens are not trained on, so these requests never wait for others.
+        # Greedy and scored tokens are not trained on, so these requests never wait.
         return self.joins_later_turns and kind not in (TurnKind.GREEDY, TurnKind.SCORING)
 
 
 class Planner:
-    """Chooses the policy of each request."""
-
     def __init__(
         self,
         policies: Mapping[str, Shaping],
@@ -106,9 +99,9 @@ class Planner:
         self._auto = auto
 
     def plan(self, n: int, options: RequestOptions, *, in_batch: bool = False) -> Plan | None:
-        """Plan a request for ``n`` trajectories of a prompt. None: the engine serves the request without us.
+        """Plan a request for ``n`` trajectories. None: the engine serves the request without us.
 
-        Only requests ``in_batch`` can run under `AUTO`. All others then run as under `OFF`.
+        Only requests ``in_batch`` can run under `AUTO`. Others run as under `OFF`.
 
         Raises:
             InvalidRequest: the policy is unknown, or the policy or the limits do not allow the size.
@@ -117,7 +110,6 @@ class Planner:
         if name != OFF and name not in self._policies:
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.policy_names())}")
 
-        # The group's size: n, or the number of single requests that are joined.
         size = n
         is_single_request = n == 1
         field = "n"
@@ -138,8 +130,7 @@ class Planner:
             raise InvalidRequest(field, f"must be at most {self.limits.max_group_size}, got {size}; lower it")
 
         if name == OFF or (name == AUTO and not in_batch) or size <= 1:
-            # A plan under `OFF` only counts the group. A request that names `off` is not counted, because it may be of
-            # an evaluation.
+            # A request that names `off` is not counted, because it may be of an evaluation.
             is_counted = size > 1 and is_single_request and options.policy != OFF and not in_batch
             return (
                 Plan(

@@ -1,5 +1,3 @@
-"""Plan requests and run groups on an engine: the entrance to this room."""
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +38,6 @@ _ALL_KINDS: Sequence[Kind[Any]] = (
     *blob_kinds(VOTE_BLOBS),
 )
 KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL_KINDS}
-"""All kinds of saved documents, by name."""
 
 POLL_SECONDS = 0.02
 """About one step of an engine: an unneeded candidate generates one or two more tokens."""
@@ -48,7 +45,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals in seconds. ``join``, ``join_named``: see `GroupJoiner`."""
+    """In seconds. ``join``, ``join_named``: see `GroupJoiner`."""
 
     poll: float = POLL_SECONDS
     allocation: float = 0.02
@@ -58,15 +55,13 @@ class Intervals:
 
 
 class Rollouts(Generic[RequestT, OutputT]):
-    """Runs groups on an engine.
+    """Plans requests and runs groups on an engine: the entrance to this room.
 
     Args:
         planner: may be replaced while groups run, and running groups keep their plans.
-        statistics: learns from every completed group.
         gate: running groups are inside.
-        brownout: reduces redundancy while candidates wait.
-        scorer: scores candidates. Without a scorer, policies that prune are refused.
-        verifier: gives rewards to the answers of batches. Without a verifier, policies that need rewards are refused.
+        scorer: without a scorer, policies that prune are refused.
+        verifier: without a verifier, policies that need rewards are refused.
     """
 
     def __init__(
@@ -113,9 +108,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         )
         self.poll_seconds = intervals.poll
         self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
-        """Running groups, the oldest first."""
+        """The oldest group comes first."""
         self.abort_all_count = 0
-        """Number of calls of `abort_all`."""
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.start_queue, clock)
         self._polling_task: asyncio.Task[None] | None = None
@@ -125,7 +119,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- planning -----------------------------------------------------------
 
     def plan(self, n: int, options: RequestOptions, turn: Turn | None = None) -> Plan | None:
-        """Plan a request, see `Planner.plan`. Without ``turn`` a single request opens a trajectory.
+        """See `Planner.plan`. Without ``turn`` a single request opens a trajectory.
 
         Raises:
             InvalidRequest: see `Planner.plan` and `check_can_prune`; or the policy needs rewards.
@@ -142,7 +136,6 @@ class Rollouts(Generic[RequestT, OutputT]):
                 "POST /darts/v1/rollouts with their answers as metadata, or use another policy, such as 'off'",
             )
         if plan.single and turn is not None:
-            # As a rule, only requests that open a trajectory join a group.
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)
             if not self.planner.limits.should_join(kind):
@@ -150,7 +143,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan
 
     def check_can_prune(self, plan: Plan) -> None:
-        """Raise `InvalidRequest` if this server cannot score candidates for a policy that prunes."""
+        """Raise `InvalidRequest` if this server cannot score candidates."""
         if self.can_score:
             return
         if self._context.scorer is None:
@@ -173,12 +166,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan.candidates_without_statistics(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
-        """Return the share of the redundancy that the load allows, 0 to 1."""
+        """Share of the redundancy that the load allows, 0 to 1."""
         return self._brownout.scale_at(self.admission.waiting)
 
     @property
     def starts_in_rounds(self) -> bool:
-        """Whether a batch starts the first candidate of every group before the others, see `FirstRound`."""
+        """See `FirstRound`."""
         # With priorities, the engine orders candidates by their expected lengths.
         return self.engine.drafts_from_siblings and not self.engine.has_priorities
 
@@ -191,10 +184,9 @@ class Rollouts(Generic[RequestT, OutputT]):
         if prompt_stats is not None:
             expected_tokens = prompt_stats.mean_ema
         else:
-            # A new prompt is expected to be as long as the data set's mean.
             expected_tokens = self.statistics.dataset.stats.mean or 0.0
-        # The lowest starts first. Each expected token counts as seconds of waiting, so the longest candidates start
-        # first, unless others have waited for long.
+        # Each expected token counts as seconds of waiting, so the longest candidates start first, unless others have
+        # waited for long.
         return lambda carried_tokens: now - TOKEN_SECONDS * max(expected_tokens, carried_tokens)
 
     # --- running groups -----------------------------------------------------
@@ -206,14 +198,14 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Start a group. Its caller must take the trajectories, or call `GroupRun.cancel`.
+        """Start a group. The caller must take the trajectories, or call `GroupRun.cancel`.
 
-        ``ticket``: holds the allocation until the group has ended. ``carried``: see `GroupRun`.
+        ``ticket``, ``carried``: see `GroupRun`.
         """
         try:
             run = self.create_run(spec, ticket=ticket, carried=carried)
         except BaseException:
-            # Without a run, nothing else ends the group's part of its cohort.
+            # Without a run, nothing else ends the group in its cohort.
             allocation.drop()
             raise
         try:
@@ -221,7 +213,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         except Exception as error:
             if run.member is None:
                 allocation.drop()
-            # The run would never end otherwise, and an update of the weights would wait for it.
+            # An update of the weights would wait for the run.
             run.cancel(error)
             raise
         return run
@@ -233,7 +225,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Create a group without candidates, which the caller must open. See `start`."""
+        """Create a group without candidates, which the caller must open."""
         group_ticket = ticket or Ticket(self.admission, None, None)
 
         def handle_end(run: GroupRun[RequestT, OutputT]) -> None:
@@ -275,7 +267,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     async def _poll_runs(self) -> None:
-        """Poll all groups in which something may be due, until no group runs."""
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
             for run in list(self.runs):
@@ -283,8 +274,7 @@ class Rollouts(Generic[RequestT, OutputT]):
                     run.polls_to_skip -= 1
                 else:
                     run.poll()
-            # A longer queue lowers redundancy. The last update follows the last group's end, so that the next group
-            # finds the present queue.
+            # The last update follows the last group's end, so that the next group finds the present queue.
             self._brownout.update(self.admission.waiting)
         self._polling_task = None
 
@@ -294,7 +284,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         lengths_and_reasons: Sequence[tuple[int, FinishReason]],
         request_tokens: RequestTokens,
     ) -> None:
-        """Learn the lengths of the trajectories of a request that the engine has served without us."""
+        """Learn the lengths of a request that the engine has served without us."""
         now = self._context.clock()
         version = self.engine.weight_version
         candidates = [
@@ -330,9 +320,9 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- ending groups ------------------------------------------------------
 
     def abort(self, group_id: str) -> None:
-        """Abort the single request, and all groups, with that id, see `GroupRun.abort`."""
+        """Abort the single request, and all groups, with this id."""
         self.joiner.abort(group_id)
-        # Callers choose ids, so several groups may have the same.
+        # Callers may choose the same id.
         for run in list(self.runs):
             if run.spec.group_id == group_id:
                 run.abort()
@@ -347,11 +337,11 @@ class Rollouts(Generic[RequestT, OutputT]):
             run.fail(error)
 
     async def suspend(self) -> None:
-        """Stop the candidates of all groups until `resume`, and wait for the end of groups that cannot be restarted."""
+        """Stop all candidates until `resume`, and wait for the end of groups that cannot be restarted."""
         self._is_suspended = True
         for run in list(self.runs):
             run.suspend()
-        # Groups that cannot be restarted run to their end with the old weights.
+        # Groups that cannot be restarted end with the old weights.
         blocking_runs = [run for run in self.runs if run.needs_engine]
         while any(not run.has_ended for run in blocking_runs):
             self._group_ended.clear()
@@ -371,7 +361,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
 
 def check_document(kind: str, document: Document) -> None:
-    """Check a document of a saved state. Unknown kinds pass.
+    """Check a saved document. Unknown kinds pass.
 
     Raises:
         ValueError: the document cannot be used. The message names the field.

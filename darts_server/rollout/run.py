@@ -1,5 +1,3 @@
-"""Run a group on an engine: feed its state machine, and carry out its decisions."""
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -43,13 +41,11 @@ from darts_server.verify.types import NO_VERDICT
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS_BETWEEN_POLLS = 40
-"""Tokens that a candidate generates between two polls of `Rollouts`, 20 ms, at most: 2,000 tokens a second. A candidate
-that is faster is stopped later."""
+"""2,000 tokens a second, with a poll every 20 ms. A faster candidate is stopped later."""
 MAX_SKIPPED_POLLS = 5
 """A busy event loop polls less often, so candidates get further between two polls."""
 
 SURVIVAL_STREAM = (1,)
-"""Separates survival draws from tail draws, which stay the same with and without pruning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class Trajectory(Generic[OutputT]):
 
 
 class GroupRun(Generic[RequestT, OutputT]):
-    """Runs a group from its first candidate to its end.
+    """Runs a group on an engine: feeds its state machine, and carries out the decisions.
 
     Only `runner` waits for the engine, in one task per candidate. Everything else is synchronous, so a stop reaches the
     engine at once.
@@ -69,7 +65,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         ticket: holds the group's candidates.
         on_end: called once, with any outcome.
         carried: tokens that the first candidates resume from, by index.
-        starting_order: order of the group's candidates among waiting candidates.
         earlier_pass_rate: see `GroupRecord`.
     """
 
@@ -96,9 +91,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.is_surplus = False
         """Whether the group was carried over because its batch had enough groups."""
         self.has_used_quota = False
-        """Whether the group is complete and has lowered `Quota.missing_groups`."""
+        """Whether the group has lowered `Quota.missing_groups`."""
         self.polls_to_skip = 0
-        """Number of the next polls by `Rollouts` that cannot find anything, unless an event arrives."""
+        """Number of next polls that cannot find anything, unless an event arrives."""
         self._is_poll_scheduled = False
         self._observer = context.observer
         self._clock = context.clock
@@ -134,7 +129,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._earlier_pass_rate = earlier_pass_rate
 
         self.member: CohortMember | None = None
-        """The group in its cohort, or None for a group that was allocated alone."""
+        """None for a group that was allocated alone."""
 
         # Number of trajectories for the caller, or None until the group ends.
         self._num_returned: int | None = None
@@ -212,7 +207,6 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the group still needs the engine, although it may be suspended."""
         if self._group.is_paused or self.has_ended:
             return False
         # A group that waits for verdicts alone needs no engine, and verifiers may take longer than an update.
@@ -225,7 +219,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._handle_events(DeadlineSet(tokens, cut_length))
 
     def poll(self) -> None:
-        """Read tokens and scores of the running candidates, and report them to the group and its cohort."""
+        """Report tokens and scores of the running candidates to the group and its cohort."""
         try:
             needs_every_poll = self.runner.scorer is not None
             if self.member is not None and self.member.may_exceed_cut_length:
@@ -238,7 +232,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self._handle_events(*events)
             elif not needs_every_poll:
                 # Polls take much of the time of a process that serves many engines. No candidate reaches its check
-                # before the last skipped poll, because it generates at most so many tokens between two polls.
+                # before the last skipped poll.
                 self.polls_to_skip = min(self.runner.tokens_until_check // MAX_TOKENS_BETWEEN_POLLS, MAX_SKIPPED_POLLS)
         except Exception as error:
             self._handle_bug(error)
@@ -277,7 +271,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             case OnAbort.FAIL:
                 self.fail(error)
             case OnAbort.ANSWER:
-                # The caller waits for a number of trajectories: it gets the candidates that started first.
+                # The caller gets the candidates that started first.
                 if self._group.is_open:
                     undelivered = undelivered[: self._group.rule.size - len(delivered)]
                 self._num_returned = len(delivered) + len(undelivered)
@@ -296,7 +290,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.deliveries.put_nowait(error)
 
     async def collect_aborted_outputs(self) -> dict[int, OutputT]:
-        """Return the delivered and the partial outputs, by index."""
+        """Return delivered and partial outputs, by index."""
         outputs: dict[int, OutputT] = {}
         for index, candidate in enumerate(self.runner.candidates):
             if candidate.aborted or index in self._group.delivered:
@@ -308,7 +302,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         return outputs
 
     def fail(self, error: Exception) -> None:
-        """End the group. Its caller gets the error."""
         self.cancel(error)
         self.deliveries.put_nowait(error)
 
@@ -316,12 +309,11 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the group has its outcome. Its caller may not have all trajectories yet."""
+        """The group's caller may not have all trajectories yet."""
         return self._group.outcome is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the trajectories were selected."""
         return self._group.outcome is Outcome.COMPLETED
 
     @property
@@ -378,8 +370,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         quota = self.spec.quota
         try:
             if quota is not None and not quota.missing_groups and not self.has_ended:
-                # Several groups may finish in one step of the engine. Stop this group before its state machine handles
-                # the event, as a complete group cannot be carried over.
+                # Several groups may finish in one step of the engine. A complete group cannot be carried over, so stop
+                # this group before its state machine handles the event.
                 self.is_surplus = True
                 self.stop_to_carry()
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
@@ -398,7 +390,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_bug(error, *events)
 
     def _poll_soon(self) -> None:
-        """Poll once after this turn of the event loop."""
         if not self._is_poll_scheduled:
             self._is_poll_scheduled = True
             asyncio.get_running_loop().call_soon(self._run_scheduled_poll)
@@ -418,7 +409,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_events(Rewarded(index, reward))
 
     def _handle_bug(self, error: Exception, *events: Event) -> None:
-        # An error of ours ends this group, and no other group.
+        # A bug of ours ends this group alone.
         logger.error(
             "group %s failed on the events %s",
             self.spec.group_id,
@@ -469,7 +460,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.outcome is None or self._is_closed:
             return
         self._is_closed = True
-        # After the end, verdicts are needed only for the returned trajectories of a complete group.
         if not self._needs_verdicts:
             self.verification.cancel()
         try:
@@ -488,7 +478,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         rule = group.rule
         now = self._clock()
 
-        # Stopped candidates still run for a moment on the engine, but their records do not change any more.
+        # Stopped candidates run for a moment longer, but their records do not change any more.
         weights_by_index = selection_weights(group)
         advantages_by_index = advantages(group)
         candidates = []
@@ -496,7 +486,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             weight = weights_by_index.get(index)
             candidates.append(self.make_candidate_record(index, weight, advantages_by_index.get(index)))
 
-        # Seconds that the group has waited for its tail, after enough candidates for the shortest trajectories.
+        # Seconds after enough candidates for the shortest trajectories.
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:

@@ -1,5 +1,3 @@
-"""Specifications of a group and of a single request, and the parts that all groups of a server use."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
@@ -74,7 +72,7 @@ class JoinRequest(Generic[RequestT]):
     join_key: str
     """Equal for requests that may join the same group."""
     ticket: Ticket
-    """Ticket of the candidate. The group takes it over, because a candidate may outlive its caller."""
+    """The group takes the ticket over, because the candidate may outlive its caller."""
     name: str | None = None
     """The caller's name for the group."""
     tokens: RequestTokens = UNKNOWN_TOKENS

@@ -1,7 +1,7 @@
 """Start a few candidates in each turn of the event loop, and order them on an engine with priorities.
 
 Long candidates start first, because a rollout ends with its last candidate. The order does not change which
-trajectories are returned. It starves no request: a long request overtakes a shorter request only if it arrives soon
+trajectories are returned, and starves no request: a long request overtakes a shorter request only if it arrives soon
 after it.
 """
 
@@ -19,12 +19,12 @@ TOKEN_SECONDS = 0.03
 """Head start for each expected token: about a decode step of a full engine."""
 
 StartingOrder = Callable[[int], float]
-"""Returns the place of a candidate by its number of tokens, the lowest first. A candidate that is longer than expected
-gets ahead with every token."""
+"""Returns a candidate's place by its number of tokens, the lowest first. A candidate that is longer than expected gets
+ahead with every token."""
 
 
 class FirstRound:
-    """Lets the other candidates of a batch start when every group has started its first candidate.
+    """Lets the other candidates start when every group has started its first candidate.
 
     Drafts are made from answers to the same prompt. If all candidates of a group started together, no candidate would
     have an answer while the others need drafts.
@@ -35,7 +35,7 @@ class FirstRound:
         self._is_over = asyncio.Event()
 
     def mark_group_started(self, group_id: str) -> None:
-        """Record that a group has started its first candidate, or has ended."""
+        """Call this for groups that end before their first candidate, too."""
         self._unstarted_group_ids.discard(group_id)
         if not self._unstarted_group_ids:
             self._is_over.set()
@@ -45,25 +45,23 @@ class FirstRound:
 
 
 class StartQueue:
-    """Lets candidates and groups start in order of arrival, a few in each turn of the event loop.
+    """Lets candidates and groups start in order of arrival.
 
     A group starts only while no candidate waits, so that candidates reach the engine group by group.
     """
 
     def __init__(self) -> None:
-        # Each start that waits has a future, which is set when it may start, and a cost.
+        # A future that is set when the candidate or group may start, and the cost.
         self._waiting_candidates: deque[tuple[asyncio.Future[None], int]] = deque()
         self._waiting_groups: deque[tuple[asyncio.Future[None], int]] = deque()
         self._spent_in_turn = 0
 
     async def wait_for_candidate(self, carried_tokens: int) -> None:
-        """Wait until a candidate may start that resumes from ``carried_tokens`` tokens."""
         cost = CANDIDATE_COST + carried_tokens // CARRIED_TOKENS_PER_COST
         if self._waiting_candidates or not self._spend(cost):
             await self._wait(self._waiting_candidates, cost)
 
     async def wait_for_group(self, candidates: int) -> None:
-        """Wait until a group of that many candidates may start."""
         # One unit of cost for each candidate that the group will create.
         if self._waiting_candidates or self._waiting_groups or not self._spend(candidates):
             await self._wait(self._waiting_groups, candidates)
@@ -74,7 +72,7 @@ class StartQueue:
         await may_start
 
     def _spend(self, cost: int) -> bool:
-        """Spend the cost unless this turn has spent `MAX_TURN_COST`; return whether it was spent."""
+        """Return whether the cost was spent: this turn may have spent `MAX_TURN_COST`."""
         if self._spent_in_turn >= MAX_TURN_COST:
             return False
         if self._spent_in_turn == 0:

@@ -5,8 +5,8 @@ continues a trajectory if
 
 * its session had an answer, and its prompt is not the prompt that opened the session; or
 * its tokens begin with a prompt and its answer, except the answer's last tokens; or
-* its tokens begin with a whole prompt that was answered, and it names no group. Many trainers render the whole chat
-  again for each turn, and templates change the answer: they drop the reasoning, or white space; or
+* its tokens begin with a whole prompt that was answered, and it names no group. Many trainers render the chat again for
+  each turn, and templates change the answer: they drop the reasoning, or white space; or
 * it was aborted before its first token, and is sent again.
 """
 
@@ -152,7 +152,6 @@ class Turn:
 @dataclass(slots=True)
 class _Session:
     opening_hash: int
-    """Hash of the first prompt."""
     used_at: float
     answers: int = 0
     rank: int | None = None
@@ -168,7 +167,7 @@ class _AbortedRequests:
 
 
 class Turns:
-    """Remembers the newest ``kept`` answers, and recognises requests that continue them."""
+    """Recognises requests that continue the newest ``kept`` answers."""
 
     def __init__(self, kept: int = KEPT_ANSWERS, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -214,8 +213,7 @@ class Turns:
             if sequence.is_answer:
                 turn.rank = sequence.rank
                 return TurnKind.TOKENS
-            # Trainers that render the whole chat again may change the answer, but not the prompt before it. A
-            # request that names its group opens it instead.
+            # A trainer that renders the chat again may change the answer, but not the prompt before it.
             repeats_earlier_prompt = length < stable_tokens
             if repeats_earlier_prompt and not turn.names_group:
                 turn.rank = sequence.rank
@@ -248,7 +246,6 @@ class Turns:
         if not turn.token_ids:
             return
         if token_ids:
-            # A later turn may lack the last tokens.
             beginning = token_ids[:-ANSWER_END] or token_ids[:1]
             hashes = self._sequences.prefix_hashes(beginning, prompt_hash, len(turn.token_ids))
             self._sequences.add(
@@ -268,7 +265,7 @@ class Turns:
             self._aborted.put(turn.caller, prompt_hash, aborted_requests)
 
     def forget_session(self, caller: str, name: str) -> bool:
-        """Forget a session, and return whether it existed. The tokens of its answers are still recognised."""
+        """Return whether the session existed. The tokens of its answers are still recognised."""
         return self._sessions.pop(caller, name) is not None
 
     def _hash_prompt(self, turn: Turn) -> tuple[Hashes, int]:
@@ -277,7 +274,6 @@ class Turns:
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
         if turn.stable_tokens is None:
-            # Later turns repeat the whole prompt.
             turn.stable_tokens = len(turn.token_ids)
         # Every prompt may begin with the same token, so a single token says nothing.
         turn.stable_hash = None

@@ -1,5 +1,3 @@
-"""Verify the finished candidates of a group, each in a task of its own."""
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
@@ -10,15 +8,15 @@ from darts_server.verify.types import NO_VERDICT, Verdict
 logger = logging.getLogger(__name__)
 
 Verify = Callable[[Any], Awaitable[Verdict]]
-"""Verifies an engine's output of one candidate."""
+"""Verifies an engine's output."""
 
 
 class Verification:
-    """The verdicts of a group's candidates.
+    """Verifies the finished candidates of a group, each in a task of its own.
 
     Args:
         verify: None to verify nothing.
-        on_verdict: called with the index and the reward of a candidate whose verdict is in `verdicts`.
+        on_verdict: called with the index and the reward, after the verdict is in `verdicts`.
     """
 
     def __init__(self, group_id: str, verify: Verify | None, on_verdict: Callable[[int, float | None], None]) -> None:
@@ -30,7 +28,7 @@ class Verification:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def start(self, index: int, output: asyncio.Future[Any], *, has_new_output: bool = False) -> None:
-        """Verify a candidate when it has its output, once, or again if it has another output than before."""
+        """Verify a candidate when it has its output, once, or again for a new output."""
         earlier_task = self._tasks.get(index)
         if self._verify is None or (earlier_task is not None and not has_new_output):
             return

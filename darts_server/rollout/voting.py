@@ -1,5 +1,3 @@
-"""Let several trajectories of a prompt vote, and stop candidates that can no longer change the answer."""
-
 import asyncio
 import logging
 import time
@@ -44,16 +42,15 @@ CALIBRATION = Calibration(cold_steps=0)
 SAVE_SECONDS = 2.0
 """Seconds between two writes of up to 100 KB."""
 POLICY = "vote"
-"""Policy name in the records of votes."""
 LOGPROBS = "logprobs"
 DEFAULT_SCORE = 0.5
 """Score of all votes if no vote has a score."""
 MAX_DECISION_CHECKS = 64
 """With a thousand trajectories, one check takes 20 ms or more."""
 TEXT_CHARS = 16_384
-"""Number of last characters of a text that are searched."""
+"""Only the end of a text is searched."""
 SEARCH_SECONDS = 0.5
-"""Processor time for one text. A linear pattern takes some milliseconds. A match of RE2 cannot be interrupted, but
+"""Processor time for one text. A linear pattern takes milliseconds. A match of RE2 cannot be interrupted, but
 `TEXT_CHARS` and the largest pattern limit it to 3 seconds."""
 
 Score = Literal["head", "logprob", "lowest_logprob"]
@@ -85,7 +82,7 @@ class Confidence:
         self._sync_with_store()
 
     def keep_scores(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
-        """Keep `logprob_scores` by candidate index until the trajectories have rewards."""
+        """``scores``: `logprob_scores` by candidate index, kept until the trajectories have rewards."""
         self._sync_with_store()
         owner, group_id = group
         self._scores.put(owner, group_id, scores)
@@ -99,7 +96,7 @@ class Confidence:
 
     def _sync_with_store(self, *, save: bool = False) -> None:
         try:
-            # `reload` loads saved labels at the start, and later only if a restore has replaced them.
+            # After the start, `reload` loads labels only if a restore has replaced them.
             for point in self.points.values():
                 point.reload()
             if save:
@@ -142,8 +139,6 @@ class VoteRequest:
 
 @dataclass(slots=True)
 class Ballot:
-    """A finished trajectory."""
-
     index: int
     sample: Sample
     answer: str | None
@@ -153,7 +148,7 @@ class Ballot:
 
 
 class BallotBox(Generic[RequestT, OutputT]):
-    """Collects and counts the ballots of a vote. ``calibrate``: turns a score into the score of a vote."""
+    """``calibrate``: turns a candidate's score into the score of its vote."""
 
     def __init__(
         self,
@@ -168,11 +163,11 @@ class BallotBox(Generic[RequestT, OutputT]):
         self._weighting = create_weighting(vote.weights, vote.pattern)
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
-        """Return whether the winner is certain, whatever ``remaining`` candidates answer."""
+        """Whether the winner is certain, whatever ``remaining`` candidates answer."""
         votes, unscored = self._make_votes()
         # A vote without a score can still get any weight.
         missing = [*remaining, *(vote.index for vote in unscored)]
-        # All missing votes may be for the same other answer. This comparison saves the slow check.
+        # All missing votes may be for the same other answer, so this saves the slow check.
         if len(votes) < len(missing):
             return False
         return is_decided(votes, missing, self._weighting)
@@ -219,20 +214,19 @@ class VoteResult:
     """Sampling parameters with their defaults, without log-probs that only scores need."""
     tally: Tally
     ballots: Sequence[Ballot]
-    """Ballots in order of candidates."""
+    """In order of candidates."""
     decided_early: bool
     calibration: CalibrationStatus | None
-    """State of the calibration, if one was needed."""
+    """None if no calibration was needed."""
     record: GroupRecord
     seconds: float
 
 
 class VoteRunner(Generic[RequestT, OutputT]):
-    """Runs votes.
+    """Lets trajectories of a prompt vote, and stops candidates that can no longer change the answer.
 
     Args:
-        confidence: calibrates scores from log-probs.
-        vote_ended: called with the outcome of every vote and the number of stopped candidates.
+        vote_ended: called with the outcome and the number of stopped candidates.
         searches: runs the callers' patterns outside the event loop.
     """
 
@@ -253,7 +247,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         self._clock = clock
 
     async def run(self, vote: VoteRequest) -> VoteResult:
-        """Sample and count until the answer is certain, and stop all other candidates.
+        """Sample and count until the answer is certain.
 
         Raises:
             InvalidRequest: names the field.
@@ -290,7 +284,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
             shaping = UNSHAPED
             if vote.uses_quality:
-                # A keep ratio of 1 scores the candidates by quality, and prunes none of them.
+                # A keep ratio of 1 scores candidates, and prunes none.
                 shaping = replace(UNSHAPED, pruning=Pruning(keep_ratio=1.0))
             spec = GroupSpec(
                 Plan(POLICY, shaping, vote.n),
@@ -303,7 +297,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
             )
             started_at = self._clock()
             async with self._rollouts.gate.enter():
-                # The group releases the candidates when it ends. `ticket` counts the request until its answer.
+                # The group releases its ticket when it ends. `ticket` counts the request until its answer.
                 group_ticket = ticket.split(vote.n)
                 run = self._rollouts.create_run(spec, ticket=group_ticket)
                 run.open(InOrder(vote.n), Allocation(vote.n))
@@ -362,7 +356,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 sample = await self._renderer.to_sample(trajectory.output)
                 answer = await loop.run_in_executor(self._searches, find_answer, extract, sample.text)
                 box.ballots.append(Ballot(trajectory.index, sample, answer))
-                # All finished candidates count, so they are collected before a check.
+                # Collect all finished candidates before a check.
                 if run.has_ended or not run.deliveries.empty() or len(collected) % check_interval:
                     continue
                 remaining = [c.index for c in run.candidates if c.is_alive and c.index not in collected]
@@ -384,7 +378,7 @@ def find_answer(extract: Extractor, text: str) -> str | None:
         answer = found
         if time.thread_time() > deadline:
             break
-    # The search after the last answer takes time, too.
+    # The search after the last answer may have taken long.
     if time.thread_time() > deadline:
         raise InvalidRequest(
             "pattern",

@@ -1,5 +1,3 @@
-"""Allocate candidates to groups, from statistics of their prompts and of the groups that start together."""
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
@@ -30,14 +28,14 @@ PRICE = json_kind("price", ShadowPrice)
 
 
 class Allocator:
-    """Allocate candidates over the groups that arrive within ``window`` seconds (as the DARTS paper does for a batch).
+    """Allocates candidates over the groups that arrive within ``window`` seconds (as the DARTS paper does for a batch).
 
     The mean over all groups of one policy and size stays at the budget.
 
     Args:
         clock: monotonic seconds.
         rng: decides which cohorts explore.
-        redundancy_scale: returns the share of the redundancy that the load leaves room for, 0 to 1.
+        redundancy_scale: see `Rollouts.redundancy_scale`.
     """
 
     def __init__(
@@ -58,13 +56,13 @@ class Allocator:
         self._on_cohort_end = on_cohort_end
         self._clock = clock
         self._redundancy_scale = redundancy_scale
-        # Prompt keys and futures of waiting groups, by policy and size: groups of a cohort must be comparable.
+        # Prompt keys and futures by policy and size: groups of a cohort must be comparable.
         self._waiting: dict[str, list[tuple[str, asyncio.Future[Allocation]]]] = {}
         self._budget_remainders: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
-        """Allocate candidates to one group. Most policies wait ``window`` seconds for other groups."""
+        """Most policies wait ``window`` seconds for other groups."""
         if not plan.shaping.uses_cohort:
             return Allocation(plan.candidates_without_statistics(self._redundancy_scale()))
         policy_and_size = _policy_and_size(plan)
@@ -78,7 +76,7 @@ class Allocator:
         try:
             return await allocated
         except asyncio.CancelledError:
-            # A group may be cancelled after its allocation, in the same turn. Its cohort must not wait for it.
+            # A group may be cancelled after its allocation, in the same turn. Its cohort must not wait.
             if allocated.done() and not allocated.cancelled() and allocated.exception() is None:
                 allocated.result().drop()
             raise
@@ -101,12 +99,12 @@ class Allocator:
             allocated.set_result(allocation)
 
     def run_probabilities(self, plan: Plan, prompt_keys: Sequence[str]) -> list[float]:
-        """Return the probability with which a batch runs each prompt: below 1 if it is almost surely without signal."""
+        """Return below 1 for prompts that are almost surely without signal."""
         lowest_probability = plan.shaping.skip_floor
         if lowest_probability is None or not plan.shaping.adapts_to_signal:
             return [1.0] * len(prompt_keys)
         probabilities = []
-        # Chances that a group of the prompt has both right and wrong answers.
+        # Chances that a group has both right and wrong answers.
         for chance in signal_chances(self._statistics.pass_rates.posteriors(prompt_keys), plan.size):
             probabilities.append(lowest_probability if chance < UNINFORMATIVE else 1.0)
         return probabilities
@@ -121,8 +119,7 @@ class Allocator:
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
-        ``budget``: number of candidates in all. ``auto``: the batch whose number of prompts `auto` has chosen.
-        ``num_starting``: number of groups that start at once, or None for all.
+        ``budget``: number of candidates in all. ``num_starting``: number of groups that start at once, or None for all.
         """
         num_groups = len(prompt_keys)
         if num_starting is None:
@@ -132,8 +129,7 @@ class Allocator:
         scale = 1.0 if budget is not None else self._redundancy_scale()
         counts, mean_count = self._candidate_counts(plan, prompt_keys, budget)
 
-        # A few groups say little about the tokens that groups need. Recent groups decide instead. Groups that may start
-        # later do not count.
+        # A few groups say little about the tokens that groups need, so recent groups decide instead.
         is_small = num_starting < MIN_COHORT
         rule = self.deadlines.current_rule(plan.shaping, plan.policy)
         recent_deadline = None
@@ -142,7 +138,7 @@ class Allocator:
             if is_small:
                 recent_deadline = recent_lengths.deadline(rule)
             else:
-                # The quantile decides only if too few groups of the cohort have a completion length.
+                # The quantile decides if too few groups of the cohort have a completion length.
                 rule = replace(rule, recent=recent_lengths.quantile(rule))
 
         record = CohortRecord(
@@ -160,7 +156,7 @@ class Allocator:
             try:
                 auto.learn(record)
             except Exception:
-                # An error must not fail the group that ends last: its trajectories are not delivered yet.
+                # An error must not fail the last group, whose trajectories are not delivered yet.
                 logger.exception("nothing was learned from a batch of %d groups under auto", num_groups)
 
         cohort = Cohort(
@@ -185,14 +181,12 @@ class Allocator:
         prompt_keys: Sequence[str],
         budget: int | None,
     ) -> tuple[Sequence[int], float]:
-        """Return the number of candidates of each group before the load reduces it, and the mean that was aimed at."""
+        """Return candidates per group before the load reduces them, and the mean that was aimed at."""
         shaping = plan.shaping
         num_groups = len(prompt_keys)
         low, high = shaping.candidate_limits(plan.size)
-        # Without statistics all prompts are equal, and share the budget evenly.
         length_stds: list[float | None] = [None] * num_groups
         if shaping.adaptive:
-            # Prompts with a wider spread of lengths get more candidates.
             length_stds = [self._load_length_std(prompt_key) for prompt_key in prompt_keys]
 
         if budget is not None:
@@ -204,7 +198,7 @@ class Allocator:
             mean_count = shaping.mean_candidates(plan.size, stats.std, stats.mean)
             policy_and_size = _policy_and_size(plan)
             # A few groups are not a sample of all prompts, so the price of earlier groups decides. `allocate` moves the
-            # price, so that the mean over many groups is `mean_count`.
+            # price towards a mean of `mean_count` over many groups.
             if shaping.adaptive and num_groups < MIN_COHORT:
                 price = self._shadow_prices.load(policy_and_size) or ShadowPrice()
                 counts = [price.allocate(std, mean_count, low, high) for std in length_stds]
@@ -215,7 +209,6 @@ class Allocator:
             counts, self._budget_remainders[policy_and_size] = allocate_evenly(mean_count, num_groups, remainder)
             if not shaping.is_uneven:
                 return counts, mean_count
-            # The cohort's prompts share its candidates unevenly.
             budget = sum(counts)
 
         if shaping.adapts_to_signal:

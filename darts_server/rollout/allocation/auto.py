@@ -1,5 +1,3 @@
-"""Choose how many prompts of a batch run at once under policy `auto`."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -12,7 +10,7 @@ STATE = json_kind("ahead", AheadState)
 
 
 class Auto:
-    """Choose for batches that resume prompts, and learn by group size."""
+    """Chooses how many prompts run at once under policy `auto`, and learns by group size."""
 
     def __init__(self, statistics: Statistics, gate_opening_number: Callable[[], int | None]) -> None:
         self.statistics = statistics
@@ -30,7 +28,7 @@ class Auto:
         num_prompts: int,
         lost_tokens: int,
     ) -> "AutoBatch":
-        """Choose how many of the prompts run in a batch that ends with ``num_needed`` complete groups.
+        """Choose for a batch that ends with ``num_needed`` complete groups.
 
         ``lost_tokens``: tokens of earlier batches for these prompts that cannot be used.
         """
@@ -41,9 +39,7 @@ class Auto:
 
 @dataclass(slots=True)
 class AutoBatch:
-    """A batch whose number of prompts `auto` has chosen.
-
-    ``opening_at_start``: number of the gate's opening when the first group started, or None if the gate was closed.
+    """``opening_at_start``: number of the gate's opening when the first group started, or None if the gate was closed.
     ``generation_at_start``: the documents' generation then, or None before.
     """
 
@@ -70,7 +66,7 @@ class AutoBatch:
         # Seconds until each group would be complete if only the returned trajectories ran, all from the start.
         completion_seconds_alone: Sequence[float] = ()
         if record.completed >= self.choice.needed:
-            # While the gate is closed, engines are paused or run empty, so the time says nothing.
+            # While the gate is closed, engines are paused or run empty.
             if self.opening_at_start is not None and self.auto.gate_opening_number() == self.opening_at_start:
                 measured_seconds = record.measured_seconds
             completion_seconds_alone = statistics.latency.completion_seconds(lengths_by_group)

@@ -1,5 +1,3 @@
-"""Groups that were allocated together, and share a deadline."""
-
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from darts_server.records import CohortRecord, GroupRecord
 
 
 class Cohort:
-    """Set the deadline of its groups when enough groups have reported the tokens that they need.
+    """Groups that were allocated together. Sets their deadline when enough groups have reported their need in tokens.
 
     Args:
         record: completed as groups end. Groups of an explored cohort run past the deadline, to measure its cost.
@@ -18,9 +16,8 @@ class Cohort:
         on_end: called when the last group has ended or was dropped.
         clock: monotonic seconds.
         num_starting: number of groups that start at once. The others start only in place of groups that fail or do not
-            count, so the deadline counts each of them when it starts.
-        on_start: called when the first group starts.
-        initial_deadline: a deadline in tokens that is known from the start.
+            count, so the deadline counts them when they start.
+        initial_deadline: in tokens, if it is known from the start.
         is_small: whether the cohort has too few groups for a deadline of its own.
     """
 
@@ -43,21 +40,21 @@ class Cohort:
         self.deadline = CohortDeadline(deadline_rule, num_starting, initial_deadline)
         """Changed only by the methods below, which send it to the groups."""
         self.started_at: float | None = None
-        """Start of the first group, in seconds of the clock."""
+        """Start of the first group."""
         self._on_start = on_start
         self._on_end = on_end
         self._clock = clock
         self._num_unfinished = record.groups
-        # Groups that have not started: the deadline counts some of them, and the others only when they start.
+        # Groups that have not started.
         self._num_counted_unstarted = num_starting
         self._num_uncounted = record.groups - num_starting
-        # Setters of the running groups' deadlines and cut lengths, in starting order.
+        # Setters of the running groups, in starting order.
         self._deadline_setters: dict[object, Callable[[int, int], None]] = {}
         # Each group gets an initial deadline when it joins.
         self._is_deadline_sent = self.deadline.tokens is not None
 
     def join(self, group: object, set_deadline: Callable[[int, int], None]) -> None:
-        """Add a group that has started. ``set_deadline``: called with the deadline and the cut length, in tokens."""
+        """Add a started group. ``set_deadline``: called with the deadline and the cut length, in tokens."""
         self._deadline_setters[group] = set_deadline
         if self._num_counted_unstarted:
             self._num_counted_unstarted -= 1
@@ -90,8 +87,8 @@ class Cohort:
             # The deadline still expects its number of groups: an uncounted group starts instead.
             self._num_uncounted -= 1
         else:
-            # The deadline does not wait for the group, also if it never started. Without uncounted groups, it does not
-            # matter that `_num_counted_unstarted` stays.
+            # The deadline does not wait for the group, also if it never started. Without uncounted groups,
+            # `_num_counted_unstarted` does not matter.
             self.deadline.remove(group)
         self._send_deadline()
         if self._num_unfinished == 0:
@@ -104,12 +101,11 @@ class Cohort:
         if self.deadline.tokens is not None and not self._is_deadline_sent:
             self._is_deadline_sent = True
             for group in self._deadline_setters:
-                # A group gets the deadline in a later turn of the event loop, because the group that has just reported
-                # has not acted on its event yet.
+                # In a later turn of the event loop: the group that has just reported has not acted on its event yet.
                 asyncio.get_running_loop().call_soon(self._set_group_deadline, group)
 
     def _set_group_deadline(self, group: object) -> None:
-        # The group may have ended meanwhile. Groups of an explored cohort run past the deadline.
+        # The group may have ended meanwhile.
         if group in self._deadline_setters and not self.record.explored:
             assert self.rule is not None
             deadline = self.deadline.tokens
@@ -119,8 +115,7 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The candidates of one group, and its cohort, if the policy allocates groups together.
-
+    """``cohort``: None if the policy does not allocate groups together.
     ``saturated``: whether the prompt was allocated the maximum, before the load reduced it.
     """
 
@@ -129,13 +124,13 @@ class Allocation:
     saturated: bool = False
 
     def drop(self) -> None:
-        """Return the allocation unused, so that the cohort does not wait for the group."""
+        """Otherwise the cohort would wait for a group that does not start."""
         if self.cohort is not None:
             self.cohort.end_group()
 
 
 class CohortMember:
-    """Report to a cohort how many tokens one of its groups needs.
+    """Reports to a cohort how many tokens a group needs.
 
     Args:
         completion_place: see `SelectionRule`.
@@ -152,16 +147,16 @@ class CohortMember:
     ) -> None:
         self.cohort = cohort
         self.tokens_needed: int | None = None
-        """Tokens that the group needs, as reported to the cohort."""
+        """As reported to the cohort."""
         self._group = group
-        # The group needs as many tokens as its candidate of this rank by length.
+        # The group needs as many tokens as its candidate of this rank by length has.
         self._rank_of_need = place_of_need(completion_place, candidates, cohort.record.mean_candidates)
         # The pending cut length that the group was reported to exceed.
         self._exceeded_cut_length: int | None = None
         cohort.join(self, set_deadline)
 
     def report_need(self, *, has_new_candidates: bool) -> None:
-        """Report once how many tokens the group needs."""
+        """Report the need, once."""
         if self.tokens_needed is not None or not self._group.is_open:
             return
         self.tokens_needed = self._group.selector.nth_shortest_length(self._rank_of_need)
@@ -169,7 +164,7 @@ class CohortMember:
             self.cohort.report_need(self, self.tokens_needed)
             return
         if self._exceeded_cut_length is not None and (has_new_candidates or self._group.is_paused):
-            # Withdraw the reported minimum: new candidates, and candidates that start after the pause, may be short.
+            # Withdraw the minimum: new candidates, and candidates that start after the pause, may be short.
             self._exceeded_cut_length = None
             self.cohort.report_minimum(self, 0)
 
@@ -181,7 +176,7 @@ class CohortMember:
     def report_if_over_cut_length(self, generated_tokens: Callable[[], Mapping[int, int]]) -> None:
         """Report that the group needs more than the cohort's pending cut length, so that the cohort does not wait.
 
-        ``generated_tokens``: returns the number of tokens of each running candidate, by index.
+        ``generated_tokens``: returns tokens of running candidates by index.
         """
         if not self.may_exceed_cut_length or self._group.is_paused:
             return
@@ -190,7 +185,7 @@ class CohortMember:
         if pending_cut_length is None or pending_cut_length == self._exceeded_cut_length:
             return
         min_tokens_needed = self._group.selector.min_nth_shortest_length(self._rank_of_need, generated_tokens())
-        # None: too few candidates are valid or running, so the group needs more than any length.
+        # None: too few candidates are valid or running for any length.
         if min_tokens_needed is None or min_tokens_needed > pending_cut_length:
             self._exceeded_cut_length = pending_cut_length
             self.cohort.report_minimum(self, min_tokens_needed)

@@ -1,5 +1,3 @@
-"""Deadlines of cohorts: learned from earlier groups, and moved later if they cost too many correct answers."""
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,9 +26,9 @@ KINDS: Sequence[Kind[Any]] = (LENGTHS, LOSSES, LOST_GROUPS)
 
 
 class Deadlines:
-    """Learn completion lengths by policy and group size, and losses by policy.
+    """Learns deadlines from earlier groups, and moves them later if they cost too many correct answers.
 
-    Losses depend on the policy, because each policy has its deadline at another length of the same answers.
+    Losses are learned by policy, because each policy has its deadline at another length of the same answers.
     """
 
     def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
@@ -46,11 +44,11 @@ class Deadlines:
         return self._lost_groups.load(policy) or GroupLosses()
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
-        """Return the share of correct answers that is lost, or None if too few are known."""
+        """Return the lost share of correct answers, or None if too few are known."""
         return self.load_losses(policy).lost_share(self.deadline_factor(policy, max_lost))
 
     def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
-        """Return the share of groups that lose all correct answers, or None if too few are known."""
+        """Return the share of groups that lose all correct answers, or None if too few groups are known."""
         return self.load_lost_groups(policy).lost_share(self.deadline_factor(policy, max_lost))
 
     def deadline_factor(self, policy: str, max_lost: MaxLost) -> float:
@@ -69,15 +67,13 @@ class Deadlines:
         return self._lengths.load(policy_and_size) or RecentCompletionLengths()
 
     def choose_exploration(self, rule: Deadline, policy: str, num_groups: int) -> bool:
-        """Choose whether a cohort of groups runs past its deadline: at random, and after the first rewards.
+        """Choose whether a cohort runs past its deadline: at random, and after the first rewards.
 
-        Whole cohorts explore. The same share of single groups would delay nearly every cohort, as a cohort waits for
-        its last group.
+        Single groups that explored would delay nearly every cohort, as a cohort waits for its last group.
         """
         losses = self.load_losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
-            # The first explored groups are counted until they are enough. A restored count may be the largest that can
-            # be saved.
+            # A restored count may be the largest that can be saved.
             losses = replace(losses, first_groups=min(losses.first_groups + num_groups, LARGEST))
             self._losses.save(policy, _fields(losses))
             return True
@@ -96,7 +92,6 @@ class Deadlines:
             self._lengths.save(policy_and_size, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        # Only policies with deadlines have `max_lost`.
         max_lost = record.max_lost
         if max_lost is None:
             return
@@ -105,7 +100,7 @@ class Deadlines:
         losses = earlier_losses
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
-        # Without weights some candidates can never be returned, so correct answers lost at the deadline are not seen.
+        # Without weights some candidates can never be returned, so losses at the deadline are not seen.
         shows_losses = record.explored or all(c.weight is not None for c in record.selected)
         if shows_losses:
             losses = losses.with_answers(_relative_answers(record, correct), record.explored, max_lost.answers)
@@ -118,7 +113,6 @@ class Deadlines:
 
 
 def _relative_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
-    """Return rewarded or cut answers."""
     answers = []
     for c in record.selected:
         if not c.cut and c.index not in correct:
@@ -126,10 +120,10 @@ def _relative_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[
         relative_length = 0.0
         # Cut length and deadline are known together.
         if record.cohort_deadline is not None and record.cut_length is not None:
-            # Without a completion length, too few candidates are valid, and the group waits for every candidate.
+            # Without a completion length, the group waits for every candidate.
             completion_length = record.completion_length
             is_waited_for = completion_length is None or (c.tokens <= completion_length and not c.cut)
-            # The cut length discards an answer that the group waits for, and the deadline all others.
+            # The cut length discards an answer that the group waits for, and the deadline others.
             limit = record.cut_length if is_waited_for else record.cohort_deadline
             # The limit contains the factor. Losses are learned without it.
             relative_length = c.tokens * record.factor / limit
@@ -138,14 +132,14 @@ def _relative_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[
 
 
 def _deciding_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
-    """Return the shortest correct answer, or the longest answer if all are known to be wrong."""
+    """Return the shortest correct answer, or the longest if all are known to be wrong."""
     selected = record.selected
     correct_lengths = [c.tokens for c in selected if correct.get(c.index, False)]
     if correct_lengths:
         # A group loses all correct answers when it loses the shortest.
         tokens = min(correct_lengths)
     elif selected and all(c.cut or c.index in correct for c in selected):
-        # The group had no correct answer up to this length. A cut answer might have become correct.
+        # No answer was correct up to this length. A cut answer might have become correct.
         tokens = max(c.tokens for c in selected)
     else:
         return None
@@ -157,5 +151,5 @@ def _deciding_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer
 
 
 def _fields(losses: DeadlineLosses | GroupLosses) -> dict[str, Any]:
-    # `asdict` would copy every number, and this is done for each rewarded group.
+    # `asdict` would copy every number for each rewarded group.
     return {name: getattr(losses, name) for name in losses.__slots__}

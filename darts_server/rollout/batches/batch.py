@@ -1,4 +1,4 @@
-"""Check a batch and allocate its candidates, before anything of it starts."""
+"""Check a batch and allocate its candidates, before it starts."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates a planner with a caller's policy overrides, or raises ``InvalidRequest``."""
 
 SHORTEST: Mapping[str, object] = {"max_tokens": 1}
-"""Sampling parameters of the shortest answer. A prompt that is too long for it is too long for any."""
+"""A prompt that is too long for this answer is too long for any answer."""
 
 DRAW_BYTES = 8
 """Precision of the draws that skip prompts."""
@@ -43,14 +43,12 @@ class BatchRequest:
 
     ``prompts``: at least one, unless ``carried`` is set.
     ``group_size``: M, trajectories per group.
-    ``sampling``: the engine's sampling parameters by name.
     ``policy``: overrides of the policy settings by name, with the policy under ``name``.
-    ``budget``: number of candidates in all, or None to leave it to the policy.
-    ``num_groups``: the batch ends after this number of complete groups, or after all if None.
-    ``survivors``: whether to return all trajectories that are not pruned, or None to leave it to the policy.
-    ``carry``: treatment of undecided prompts. Unless they are dropped, prompts of earlier batches start first.
+    ``budget``: number of candidates in all. None leaves it to the policy.
+    ``num_groups``: complete groups after which the batch ends, or None for all.
+    ``survivors``: whether to return all trajectories that are not pruned. None leaves it to the policy.
     ``carried``: whether to add all other prompts that were carried over for the caller.
-    ``verifier``: names of the verifiers, empty to verify nothing, or None for all.
+    ``verifier``: empty to verify nothing, or None for all verifiers.
     ``only``: which complete groups count, or None for all. Others take the places of groups that do not count.
     ``max_prompts``: number of prompts that may run, or None for all.
     ``return_zero_variance``: whether groups that do not count are returned too.
@@ -73,7 +71,7 @@ class BatchRequest:
     stop_when: Literal["decided"] | None = None
 
     def counts_group(self, zero_variance: bool | None) -> bool:
-        """Whether a complete group counts. ``zero_variance``: see `GroupRun.zero_variance`."""
+        """``zero_variance``: see `GroupRun.zero_variance`."""
         return self.only is None or zero_variance is False
 
     def returns_group(self, zero_variance: bool | None) -> bool:
@@ -87,7 +85,6 @@ class BatchGroup:
     ``content_key``: hash of everything that the model sees.
     ``carried``: the prompt as an earlier batch kept it.
     ``resumed``: tokens from which the candidates continue, here or after a stop in a later batch.
-    ``verifiers``: see `BatchRequest`.
     """
 
     number: int
@@ -109,9 +106,8 @@ class BatchGroup:
     """Tokens of an undecided group that are returned instead of kept."""
     verifiers: Sequence[str] | None = None
     run_probability: float = 1.0
-    """Probability that the prompt runs, below 1 if it is almost surely without signal."""
+    """Below 1 if the prompt is almost surely without signal."""
     is_skipped: bool = False
-    """Whether the prompt does not run."""
 
     @property
     def identity(self) -> Identity:
@@ -122,12 +118,12 @@ class BatchGroup:
 class PreparedBatch:
     """A batch that is ready to start.
 
-    ``request``: what the caller has submitted, without prompts.
+    ``request``: without prompts.
     ``sampling``: the sampling parameters in force.
     ``terms``: see `describe_terms`; empty unless the batch resumes prompts.
-    ``groups``: the groups of all prompts, also of skipped prompts.
-    ``num_needed``: number of groups that count after which the batch ends.
-    ``num_running``: number of groups that run at once. Another group starts when a group fails or does not count.
+    ``groups``: also of skipped prompts.
+    ``num_needed``: the batch ends after this number of groups that count.
+    ``num_running``: groups that run at once. Another group starts when a group fails or does not count.
     """
 
     batch_id: str
@@ -162,7 +158,6 @@ async def prepare_batch(
     # Prompts that go back to the carried prompts if the batch is refused.
     taken: list[CarriedPrompt] = []
     try:
-        # Render the caller's prompts, then prompts that were carried over.
         builder = GroupBuilder(batch, renderer, rollouts.verifier)
         for prompt in batch.prompts:
             await builder.add_group("prompts", prompt)
@@ -195,14 +190,14 @@ async def prepare_batch(
                 carried_prompts.limits.staleness,
             )
 
-        # Choose how many groups run at once, and allocate candidates to all groups.
+        # Choose how many groups run at once, and allocate candidates.
         if batch.carry is Carry.DROP:
             # A prompt that is carried over would be drawn again in the next batch.
             draw_skipped_groups(groups, plan, rollouts, renderer)
         num_running = sum(not group.is_skipped for group in groups)
         num_needed = batch.num_groups or num_running
         if batch.only is not None and batch.carry is not Carry.RESUME:
-            # As many groups as are expected to have enough that count. Others may start later.
+            # Enough of these groups are expected to count. Others may start later.
             num_running = min(num_running, estimate_prompts_to_run(num_needed, rollouts.statistics.rewards.dataset))
         auto = None
         if plan.auto is not None and batch.carry is Carry.RESUME:
@@ -229,8 +224,6 @@ async def prepare_batch(
 
 
 class GroupBuilder:
-    """Renders the prompts of a batch into numbered groups."""
-
     def __init__(
         self,
         batch: BatchRequest,
@@ -244,7 +237,7 @@ class GroupBuilder:
         self._verifier = verifier
 
     async def add_group(self, list_name: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
-        """Add a group for a prompt. ``list_name``: names the list of the prompt in errors."""
+        """``list_name``: names the prompt's list in errors."""
         number = len(self.groups)
         batch = self._batch
         group_id = f"{self.batch_id}-{number}"
@@ -304,10 +297,7 @@ class GroupBuilder:
         return added
 
     async def _can_render(self, prompt: PromptSpec) -> bool:
-        """Return whether this server can render a prompt with any sampling parameters.
-
-        The earlier server may have had another chat template or a longer context.
-        """
+        # The earlier server may have had another chat template or a longer context.
         try:
             await self._renderer.make_request(
                 prompt,
@@ -322,7 +312,7 @@ class GroupBuilder:
 
 def estimate_prompts_to_run(num_needed: int, rewards: RewardStats) -> int:
     """Return how many prompts to run at first, so that about ``num_needed`` groups have unequal rewards."""
-    # Without rewards, one more informative group makes the share 1. It also keeps the share above 0.
+    # One more informative group makes the share 1 without rewards, and keeps it above 0.
     informative_share = (rewards.groups - rewards.zero_variance + 1) / (rewards.groups + 1)
     return ceil(num_needed / informative_share)
 
@@ -341,7 +331,7 @@ def choose_resumed_groups(
             continue
         carried_group = group.carried.group
         has_equal_terms = carried_group.terms == terms
-        # The prompt was rendered again: an earlier server may have had another chat template.
+        # An earlier server may have had another chat template.
         has_equal_prompt = group.carried.identity == group.identity
         has_enough_candidates = len(carried_group.candidates) >= group_size
         is_fresh = carried_group.staleness(weight_version) <= max_staleness
@@ -364,8 +354,8 @@ def draw_skipped_groups(
     for group, probability in zip(groups, probabilities, strict=True):
         group.run_probability = probability
         if probability < 1:
-            # With the caller's seed, the same prompts run under the same weights. The version changes the draw, so that
-            # a trainer that always sends the same seed does not skip a prompt for ever.
+            # The caller's seed repeats the draw under the same weights. The version changes it, so that a trainer that
+            # always sends the same seed does not skip a prompt for ever.
             seed = renderer.tail_seed(group.request) or (secrets.randbits(64),)
             digest = blake2b(f"{seed} {version}".encode(), digest_size=DRAW_BYTES).digest()
             draw = int.from_bytes(digest)
@@ -382,7 +372,7 @@ def allocate_groups(
     auto: AutoBatch | None,
     num_starting: int,
 ) -> None:
-    """Allocate candidates to the groups, and hold the candidates with the ticket of the batch."""
+    """Allocate candidates, and hold them with the batch's ticket."""
     # Redundancy falls with the number of waiting candidates, and the candidates of this batch must not count.
     estimated_candidates = ticket.candidates
     ticket.resize(0)
@@ -492,7 +482,7 @@ def check_verifiers(batch: BatchRequest, plan: Plan, verifier: Verifier | None) 
 
 
 def check_counts(batch: BatchRequest, plan: Plan, num_prompts: int) -> None:
-    """Check the budget and the number of groups. ``num_prompts``: number of prompts with carried prompts."""
+    """``num_prompts``: with carried prompts."""
     if not num_prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
     if batch.budget is not None:
@@ -513,5 +503,5 @@ def check_counts(batch: BatchRequest, plan: Plan, num_prompts: int) -> None:
 
 
 def describe_terms(plan: Plan, sampling: Mapping[str, object]) -> str:
-    """Return policy and sampling as a text. A batch can resume groups of batches with the same text."""
+    """A batch can resume groups of batches with the same terms."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"

@@ -21,7 +21,7 @@ from darts_server.types import PromptSpec
 logger = logging.getLogger(__name__)
 
 WRITE_BYTES = 1 << 23
-"""Size of one write to the store, which takes about a tenth of a second."""
+"""One write takes about a tenth of a second."""
 PORTABLE_SECONDS = 2.0
 """Time at shutdown to take outputs from the engine. A supervisor kills a server that is slow to end."""
 SAVE_SECONDS = 4.0
@@ -50,7 +50,7 @@ MAX_CARRIED_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class CarryLimits:
-    """Limits of the prompts that are carried over for one caller.
+    """Limits for one caller.
 
     Beyond ``prompts`` or ``prompt_bytes``, the oldest prompts are dropped. Beyond the number of generated ``tokens``,
     the oldest prompts start again. So does a prompt whose first token is more than ``staleness`` weight versions old.
@@ -90,7 +90,7 @@ class CarriedGroup(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class CarriedPrompt:
-    """A prompt whose group was not decided. Without a ``group`` it starts again."""
+    """Without a ``group`` the prompt starts again."""
 
     prompt: PromptSpec
     identity: Identity
@@ -102,7 +102,7 @@ class CarriedPrompt:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate memory without generated tokens, which have a limit of their own."""
+        """Approximate memory without tokens, which have a limit of their own."""
         size = self.prompt.size_bytes
         if self.group is not None:
             size += len(self.group.terms) + CANDIDATE_BYTES * len(self.group.candidates)
@@ -113,10 +113,11 @@ OwnedPrompt = tuple[str | None, CarriedPrompt]
 
 
 class CarriedPrompts:
-    """Keep prompts in memory by the name of their caller, the oldest first.
+    """Keep prompts by the name of their caller, the oldest first.
 
-    ``may_call``: returns whether a caller of that name can still send requests. Prompts of other callers are dropped,
-    as no other caller can take them.
+    ``may_call``: returns whether a caller of that name can still send requests. Otherwise its prompts are dropped, as
+    no
+    other caller can take them.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class CarriedPrompts:
         self.limits = limits or CarryLimits()
         self._may_call = may_call
         self._prompts_by_owner: dict[str | None, list[CarriedPrompt]] = {}
-        # Counts of generated tokens, kept because metrics read the sum, and there may be thousands of prompts.
+        # Metrics read the sum of generated tokens, and there may be thousands of prompts.
         self._tokens_by_owner: dict[str | None, int] = {}
 
     def __iter__(self) -> Iterator[OwnedPrompt]:
@@ -171,7 +172,6 @@ class CarriedPrompts:
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
         """Keep prompts within the limits. ``older``: prompts that go before the kept prompts."""
         prompts = [*older, *self._prompts_by_owner.pop(owner, ()), *new]
-        # Keep the newest prompts. Beyond the limit of tokens, older prompts lose their tokens.
         kept_prompts: list[CarriedPrompt] = []
         total_bytes = 0
         total_tokens = 0
@@ -197,7 +197,6 @@ class CarriedPrompts:
         self.drop_prompts_without_caller()
 
     def _set_prompts(self, owner: str | None, prompts: list[CarriedPrompt]) -> None:
-        # Owners without prompts have no entries.
         self._prompts_by_owner.pop(owner, None)
         self._tokens_by_owner.pop(owner, None)
         if prompts:
@@ -237,7 +236,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=array.tolist)
 
 
 class SavedPrompts:
-    """Prompts on the disk. ``model``: fingerprint of the served model. Tokens of other models are not used."""
+    """``model``: fingerprint of the served model. Tokens of other models are not used."""
 
     def __init__(self, store: Store, model: str) -> None:
         self._store = store
@@ -336,8 +335,7 @@ class SavedPrompts:
                 except MALFORMED as error:
                     group = None
                     token_errors.append(error)
-            # Each server counts versions from its start, so tokens of another version have unknown weights. Their
-            # prompts start again.
+            # Each server counts versions from its start, so tokens of another version have unknown weights.
             if group is not None and group.staleness(weight_version) > 0:
                 group = None
             taken.append((fields.owner, CarriedPrompt(prompt, fields.identity, group)))
@@ -352,7 +350,7 @@ def _log_errors(errors: Sequence[Exception], consequence: str) -> None:
 
 
 async def make_portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any]) -> CarriedGroup[Any]:
-    """Return a group without outputs of the engine: finished candidates have their text instead."""
+    """Return a group whose finished candidates have their text instead of the engine's output."""
     candidates = list(group.candidates)
     for index, candidate in enumerate(candidates):
         result = candidate.result

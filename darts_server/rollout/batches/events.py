@@ -1,5 +1,3 @@
-"""Results of a batch, and the events of its stream."""
-
 import asyncio
 import logging
 import sys
@@ -36,12 +34,13 @@ class AbortedSample:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The outcome of the group of prompt ``number``. As an event it follows all events of the group's candidates.
+    """The outcome of a group. As an event it follows all events of the group's candidates.
 
+    ``number``: number of the prompt in the batch, as in all events.
     ``samples``: returned trajectories by candidate index.
     ``aborted``: candidates that were not discarded, by index, if the group was aborted. Some may be incomplete, so
     callers must not take them for a group.
-    ``verdicts``: verdicts of finished candidates by index. ``zero_variance``: see `GroupRun.zero_variance`.
+    ``verdicts``: of finished candidates, by index. ``zero_variance``: see `GroupRun.zero_variance`.
     """
 
     number: int
@@ -67,7 +66,7 @@ class Unfinished:
 
     ``error``: why the group was aborted, or None if enough other groups were complete.
     ``group``: the group with its tokens, if they are not kept.
-    ``skipped``: whether the batch did not run the prompt, because it was almost surely without signal.
+    ``skipped``: whether the prompt did not run, because it was almost surely without signal.
     """
 
     number: int
@@ -92,7 +91,7 @@ class BatchStarted:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The next tokens of a candidate of prompt ``number``, from position ``start``."""
+    """The next tokens of a candidate, from position ``start``."""
 
     trajectory_id: str
     number: int
@@ -103,9 +102,9 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySelected:
-    """A candidate is selected. If it was ``cut``, its deltas may have more tokens than ``sample``.
+    """If the candidate was ``cut``, its deltas may have more tokens than ``sample``.
 
-    ``verdict``: the candidate's verdict if it is known now, as nothing waits for it. The group always has it.
+    ``verdict``: set if it is known now, as nothing waits for it. The group always has it.
     """
 
     trajectory_id: str
@@ -117,7 +116,7 @@ class TrajectorySelected:
 
 @dataclass(frozen=True, slots=True)
 class CandidateDiscarded:
-    """``length``: number of the candidate's tokens, as far as recorded."""
+    """``length``: number of tokens, as far as recorded."""
 
     trajectory_id: str
     number: int
@@ -130,7 +129,7 @@ class BatchDone:
     """The batch is complete.
 
     ``results``: groups in the order of their ends.
-    ``generated``: number of tokens of all groups, also of groups that failed or were stopped.
+    ``generated``: number of tokens of all groups, also of failed and stopped groups.
     ``carried``: number of prompts that are kept for the caller.
     ``shortfall``: number of groups that are missing to the requested number.
     ``uninformative``: numbers of the groups that did not count, because their rewards are equal or missing.
@@ -162,7 +161,7 @@ BatchEnd = BatchDone | BatchFailed
 
 
 class TokenRange(NamedTuple):
-    """A delta by reference: tokens ``start`` to ``stop`` of a candidate."""
+    """A delta by reference."""
 
     candidate: "CandidateCursor"
     start: int
@@ -185,7 +184,6 @@ class CandidateCursor:
     run: GroupRun[Any, Any] | None
     trajectory_id: str
     number: int
-    """Number of the prompt."""
     index: int
     _end: TrajectorySelected | CandidateDiscarded | None = None
     _is_end_sent: bool = False
@@ -195,7 +193,6 @@ class CandidateCursor:
     _logprobs: Sequence[float] | None = None
 
     def select(self, sample: Sample) -> None:
-        """Use the sample for the candidate's last event and its further deltas."""
         assert self.run is not None
         cut = self.run.candidates[self.index].cut
         verdict = self.run.verification.verdicts.get(self.index, NO_VERDICT)
@@ -206,7 +203,7 @@ class CandidateCursor:
             self._logprobs = sample.logprobs
 
     def close(self, reason_if_none: DiscardReason = DiscardReason.CANCELLED) -> None:
-        """End the candidate's events: with a discard event, unless its sample was given."""
+        """End the candidate's events, with a discard unless it was selected."""
         if self._end is None and self.run is not None:
             # A selected candidate has no reason, but its group may have failed or be dropped.
             reason = self.run.candidates[self.index].reason or reason_if_none
@@ -306,8 +303,8 @@ class EventFeed:
     tokens in a few large deltas. The log refers to tokens and does not copy them: a delta takes 16 bytes.
 
     Args:
-        chunk: least number of tokens in a delta of a running candidate, or None for groups without deltas.
-        interval: seconds between two polls of the candidates' tokens.
+        chunk: least number of tokens in a delta of a running candidate, or None for no deltas.
+        interval: seconds between two polls.
         replayable: whether events are kept, for several listeners.
         clock: measures polls. The event loop's clock may be virtual, and stand still in a turn.
     """
@@ -328,7 +325,7 @@ class EventFeed:
         # has two numbers for each entry: the token range of a delta, or zeros.
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
-        # Number of events that were removed from the front of the log.
+        # Events that were removed from the front of the log.
         self._num_dropped = 0
         self._groups: dict[int, _GroupCursor] = {}
         # Cursors of each group that has run, if events are kept.
@@ -337,7 +334,6 @@ class EventFeed:
         self._due_numbers: dict[int, None] = {}
         self._end: BatchEnd | None = None
         self._is_complete = False
-        # Generator of the entries that follow in the log.
         self._new_entries = self._generate_entries()
         self._clock = clock
         self._next_poll = 0.0
@@ -401,11 +397,11 @@ class EventFeed:
 
     @property
     def last_number(self) -> int:
-        """Number of the latest event. The first event is 1."""
+        """The first event is 1."""
         return self._num_dropped + len(self._log)
 
     def next_after(self, number: int) -> tuple[int, Event] | None:
-        """Return the event after event ``number``, with its own number, or None if there is none yet."""
+        """Return the event after event ``number``, with its own number, or None if there is no such event yet."""
         while number < self.last_number or self._append_next_entry():
             number += 1
             log_index = number - self._num_dropped - 1
@@ -433,7 +429,6 @@ class EventFeed:
             if self._chunk is None:
                 await self._changed.wait()
                 continue
-            # Wait for a change, until the next poll.
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next_poll):
                     await self._changed.wait()

@@ -1,5 +1,3 @@
-"""Start batches, and find them again by id or by idempotency key."""
-
 import asyncio
 import json
 import logging
@@ -37,7 +35,7 @@ GROUP_BYTES = 2000
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyKey:
-    """A caller's key for a durable batch. ``body_digest``: hash of the only request that may have this key."""
+    """``body_digest``: hash of the only request that may have this key."""
 
     owner: str | None
     key: str
@@ -46,7 +44,7 @@ class IdempotencyKey:
 
 
 RESUME_SECONDS = 60.0
-"""A trainer or a proxy is back within a minute. A caller that is gone for longer must not keep the engine busy."""
+"""A trainer or proxy is back within a minute. A caller that is gone for longer must not keep the engine busy."""
 KEPT_SECONDS = 600.0
 """Time for a trainer to start again and load its model."""
 KEPT_BATCHES = 64
@@ -71,7 +69,7 @@ class BatchRetention:
 
 @dataclass(slots=True, eq=False)
 class _DurableBatch:
-    """A batch with an idempotency key. ``timer``: cancels the batch without listeners, or drops the ended batch."""
+    """``timer``: cancels the batch without listeners, or drops the ended batch."""
 
     key: IdempotencyKey
     start_task: asyncio.Task[BatchRun] | None = None
@@ -87,7 +85,7 @@ class _DurableBatch:
 
 
 class BatchRegistry(Generic[RequestT, OutputT]):
-    """Start batches and find them again.
+    """Starts batches, and finds them again by id or by idempotency key.
 
     A batch with an idempotency key is durable: it continues for a while without its caller, and is kept after its end.
     A batch without a key is cancelled when its caller disconnects.
@@ -123,13 +121,13 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._running: dict[str, BatchRun] = {}
         self._durable: dict[IdempotencyKey, _DurableBatch] = {}
         self._ended: FairCache[IdempotencyKey, _DurableBatch] = FairCache(self._retention.kept_batches)
-        # Size of the requests of running durable batches, by owner.
+        # Requests of running durable batches, by owner.
         self._request_bytes: Counter[str | None] = Counter()
 
     async def start_or_find(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
     ) -> BatchRun:
-        """Start a batch, or find the batch that was started with the same idempotency key.
+        """Start a batch, or find the batch with the same idempotency key.
 
         The caller must listen in the same turn of the event loop: a batch without listeners may be dropped.
 
@@ -147,12 +145,12 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self._durable[key] = durable
             self._request_bytes[key.owner] += key.body_bytes
             durable.start_task = asyncio.create_task(self._start_batch(request, answer_format, durable))
-            # Retrieve the task's error, which asyncio would log if no caller waits for the task any more.
+            # Retrieve the error, which asyncio would log if no caller waits any more.
             durable.start_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif durable.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
         assert durable.start_task is not None
-        # Another caller with the same key may be waiting for the same task.
+        # Another caller with the same key may wait for the same task.
         return await asyncio.shield(durable.start_task)
 
     def find(self, batch_id: str) -> BatchRun:
@@ -173,7 +171,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         return batch.cancel("the batch was cancelled; send it again under another key to run it again")
 
     def drain(self) -> None:
-        """Cancel batches without a listener, which no caller can find after the server has stopped."""
+        """Cancel batches without listeners, which no caller can find after the server has stopped."""
         for batch in list(self._running.values()):
             if not batch.listeners:
                 batch.cancel(
@@ -195,13 +193,13 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             await asyncio.wait([batch.task for batch in self._running.values()])
 
     def restore_carried(self) -> None:
-        """Move the prompts that the last server has saved from the disk into memory.
+        """Move the prompts that the last server has saved into memory.
 
         Call this last: a server that fails to start must leave the prompts on the disk.
         """
         if self._saved is None:
             return
-        # `put` copies all prompts of a caller, so it is called once for each caller.
+        # `put` copies all prompts of a caller, so call it once for each caller.
         by_owner: dict[str | None, list[CarriedPrompt]] = {}
         for owner, prompt in self._saved.take(self._rollouts.engine.weight_version):
             by_owner.setdefault(owner, []).append(prompt)
@@ -209,7 +207,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self.carried.put(owner, prompts)
 
     async def close(self) -> int:
-        """Cancel all batches, save the carried prompts, and return the number of prompts that could not be saved."""
+        """Cancel all batches, save the carried prompts, and return how many could not be saved."""
         for batch in list(self._running.values()):
             batch.cancel("the server has stopped")
         if self._running:
@@ -266,7 +264,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 task.exception()
 
     def _handle_idle(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
-        """Cancel a batch that has no listener: at once, or after a while if it is durable."""
         if durable is None:
             batch.cancel("the caller disconnected")
             return
@@ -291,7 +288,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._make_room(durable.key.owner)
 
     def _make_room(self, owner: str | None, more: int = 0) -> None:
-        """Drop ended batches until there is room for ``more`` bytes: first of the owner, then of all callers.
+        """Drop ended batches until ``more`` bytes fit: first of the owner, then of all callers.
 
         Raises:
             TooLarge, QuotaReached, Overloaded: dropping batches would not suffice, and none was dropped.
@@ -324,7 +321,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self._drop(dropped)
 
     def _drop(self, durable: _DurableBatch) -> None:
-        """Drop a batch. Harmless if it was dropped before, even if another batch has its key now."""
+        """Harmless if the batch was dropped before, even if another batch has its key now."""
         key = durable.key
         if self._durable.get(key) is not durable:
             return
@@ -339,7 +336,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
 
 def kept_bytes(batch: BatchRun) -> int:
-    """Return the approximate memory of an ended batch."""
     # Sampling parameters may be as large as a request.
     size = BATCH_BYTES + len(json.dumps(batch.sampling, default=repr))
     if batch.feed is not None:

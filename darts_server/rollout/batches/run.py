@@ -1,5 +1,3 @@
-"""Run a batch group by group, in a task of its own, for any number of listeners."""
-
 import asyncio
 import logging
 import secrets
@@ -36,7 +34,7 @@ from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 logger = logging.getLogger(__name__)
 
 GroupTasks = dict[int, asyncio.Task[GroupResult | None]]
-"""Tasks of `BatchRun._run_with_reused_random_numbers` by the group's number."""
+"""Tasks by the group's number."""
 ON_ABORT = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
 
 
@@ -50,14 +48,14 @@ class StreamMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a caller wants its answer. ``chunk_tokens``: least number of tokens in a delta of a running candidate."""
+    """``chunk_tokens``: least number of tokens in a delta of a running candidate."""
 
     stream: StreamMode = StreamMode.OFF
     chunk_tokens: int = 100
 
 
 class BatchRun:
-    """Run a batch to its end, or until it is cancelled. It starts in a later turn of the event loop.
+    """Runs a batch in a task of its own, for any number of listeners. It starts in a later turn of the event loop.
 
     ``replayable``: whether there may be several listeners, each from the first event on.
     ``on_idle``: called when the last listener has left before the end.
@@ -83,7 +81,7 @@ class BatchRun:
         self.owner = caller.get().name
         self.answer_format = answer_format
         self.feed: EventFeed | None = None
-        """Events of the batch, if they are streamed."""
+        """None if no events are streamed."""
         if answer_format.stream is not StreamMode.OFF:
             survivors = self.plan.shaping.return_survivors
             first = BatchStarted(self.batch_id, self.plan.policy, self.size, survivors, self.sampling)
@@ -108,15 +106,13 @@ class BatchRun:
         self._quota = Quota(prepared.num_needed) if self._carry is Carry.RESUME else None
         self._first_round: FirstRound | None = None
         group_ids = [group.group_id for group in prepared.groups if not group.is_skipped]
-        # In rounds, all groups start their first candidate before any group starts its others. A batch that waits for a
-        # part of its groups finishes them one after the other instead.
+        # A batch that waits for a part of its groups finishes them one after the other instead of in rounds.
         if rollouts.starts_in_rounds and prepared.num_needed == prepared.num_running == len(group_ids):
             self._first_round = FirstRound(group_ids)
         self._results: list[GroupResult] = []
         # Numbers of complete groups that do not count.
         self._uninformative_numbers: list[int] = []
         self._missing_groups = prepared.num_needed
-        # Tokens of all groups that have ended, also of groups that failed or were stopped.
         self._generated_tokens = 0
         self._has_entered_gate = False
         self._interrupted_by: DartsError | None = None
@@ -171,7 +167,7 @@ class BatchRun:
         for group in self._prepared.groups:
             if group.run is not None:
                 group.run.interrupt(error, self._on_abort)
-                # Complete groups are returned without the verdicts that are missing.
+                # Complete groups are returned without missing verdicts.
                 group.run.verification.cancel()
         if not self._has_entered_gate:
             # The gate may stay closed, and there are no tokens to return.
@@ -205,7 +201,7 @@ class BatchRun:
                 )
         finally:
             if isinstance(self.end, BatchFailed):
-                # The caller has only the groups that were streamed. All other carried prompts are carried over again.
+                # The caller has only the groups that were streamed. Carry all other carried prompts over again.
                 streams = self.feed is not None
                 unanswered = [group.carried for group in self._prepared.groups if not (streams and group.is_decided)]
                 self._carried_prompts.put(self.owner, (), filter(None, unanswered))
@@ -214,7 +210,7 @@ class BatchRun:
             self._results = []
 
     def _carry_undecided(self) -> list[Unfinished]:
-        """Carry undecided prompts over, unless they are dropped; return their part of the answer."""
+        """Return the undecided prompts' part of the answer."""
         unfinished: list[Unfinished] = []
         new_prompts: list[CarriedPrompt] = []
         # Prompts of earlier batches go back to the front.
@@ -243,10 +239,9 @@ class BatchRun:
         return unfinished
 
     async def _run_groups(self) -> None:
-        """Run all groups until enough are complete.
+        """Run groups until enough are complete.
 
-        An aborted group is decided, by an error, unless its prompt is carried over. If groups can continue later, no
-        more groups than needed complete, see `Quota`.
+        An aborted group is decided, by an error, unless its prompt is carried over.
         """
         tasks: GroupTasks = {}
         try:
@@ -269,7 +264,7 @@ class BatchRun:
             stats = statistics.prompts.load(group.prompt_key)
             if stats is not None:
                 mean_lengths[group.number] = stats.mean_ema
-        # New prompts are expected to have the mean length of the data set, or of the known prompts in the batch.
+        # New prompts are expected to have the mean length of the data set, or of the batch's known prompts.
         default_length = statistics.dataset.stats.mean
         if not default_length:
             default_length = sum(mean_lengths.values()) / max(len(mean_lengths), 1)
@@ -443,13 +438,13 @@ class BatchRun:
         except DartsError as error:
             return replace(empty_result, error=error)
         except Exception as error:
-            # A bug of ours, which ends this group and no other.
+            # A bug of ours ends this group alone.
             logger.exception("group %s failed", group.group_id)
             return replace(empty_result, error=error)
         finally:
             if run is not None:
                 run.verification.cancel()
-                # Failed groups count too, and groups that were stopped because enough others are complete.
+                # Failed and stopped groups count too.
                 if run.record is not None:
                     self._generated_tokens += run.record.generated_tokens
         return replace(
@@ -509,8 +504,7 @@ class BatchRun:
             group.group_id,
             group.prompt_key,
             tail_seed,
-            # A trajectory is streamed as soon as it is certain, unless its group may continue in a later batch or may
-            # not be returned.
+            # A group that may continue in a later batch, or may not be returned, delivers nothing early.
             delivers_early=streams and not can_carry and self._prepared.request.only is None,
             on_abort=self._on_abort,
             quota=self._quota,
@@ -548,7 +542,7 @@ class BatchRun:
         result: GroupResult,
         samples: Mapping[int, Sample],
     ) -> GroupResult | None:
-        """End a group that was interrupted; return None if its prompt is carried over."""
+        """Return None if the prompt is carried over."""
         # Set before the first wait: if enough other groups complete meanwhile, this group stays undecided.
         group.interrupted = run.interrupted
         on_abort = self._on_abort

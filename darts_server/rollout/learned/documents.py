@@ -1,5 +1,3 @@
-"""Learned values in the store, which survive a restart: small JSON documents, and blobs of any size."""
-
 import asyncio
 import hashlib
 import json
@@ -19,10 +17,9 @@ Document = Mapping[str, Scalar]
 T = TypeVar("T")
 
 MAX_LOGGED = 100
-"""Number of unusable documents of a kind that are logged."""
 PART_SUFFIX = "_part"
 PART_BYTES = 48_000
-"""Part of a blob, in bytes: 64,000 bytes as base64, within the limit of a document."""
+"""64,000 bytes as base64, within the limit of a document."""
 MAX_PARTS = (1 << 26) // PART_BYTES
 """64 MiB: several times the largest quality head."""
 
@@ -36,12 +33,12 @@ class DocumentStore(Protocol):
 
     @property
     def generation(self) -> int:
-        """Number of times that a saved state has replaced all documents."""
+        """Number of restores, which replace all documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of documents. ``create``: makes a value from the fields of a document, or if ``is_json`` from its JSON."""
+    """``create``: makes a value from a document's fields, or from its JSON."""
 
     name: str
     create: Callable[..., T]
@@ -99,7 +96,6 @@ class StoredValues(Generic[T]):
         self._logged: set[str] = set()
 
     def load(self, key: str) -> T | None:
-        """Return a value, or None if it is missing or cannot be used."""
         document = self._documents.get(self._kind.name, key)
         if document is None:
             return None
@@ -119,15 +115,13 @@ class StoredValues(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes, and numbers that are saved with them."""
-
     data: bytes
     numbers: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The document that describes a blob. ``slot``: 0 or 1, part of the keys of the blob's parts."""
+    """Describes a blob. ``slot``: 0 or 1, part of the keys of the blob's parts."""
 
     slot: int
     parts: int
@@ -138,8 +132,9 @@ class Manifest:
 class BlobStore:
     """Blobs of one kind. Only one thread at a time may save a key.
 
-    A blob is split into parts, as documents are small. Each key has two slots, so a reader always finds a complete
-    blob, also after a process was killed while it saved.
+    Documents are small, so a blob has parts. Each key has two slots, so a reader always finds a complete blob, also
+    after
+    a process was killed while it saved.
     """
 
     def __init__(self, documents: DocumentStore, kind: str) -> None:
@@ -153,7 +148,6 @@ class BlobStore:
         return None if manifest is None else manifest.digest
 
     def load(self, key: str) -> Blob | None:
-        """Return a blob, or None if it is missing or incomplete."""
         manifest = self._manifests.load(key)
         if manifest is None:
             return None
@@ -171,7 +165,7 @@ class BlobStore:
         return Blob(data, manifest.numbers)
 
     def save(self, key: str, data: bytes, numbers: Mapping[str, int]) -> str:
-        """Save a blob in place of the previous blob, and return the digest."""
+        """Save a blob in place of the previous blob; return the digest."""
         # Write to the slot that readers do not use, and then the manifest that points to it.
         previous = self._manifests.load(key)
         slot = 0 if previous is None else 1 - previous.slot

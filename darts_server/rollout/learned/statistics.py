@@ -1,5 +1,3 @@
-"""Statistics of rollouts: lengths of prompts and data set, rewards, and the latency of the engine."""
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
@@ -39,7 +37,7 @@ KEY_BYTES = 12
 MIN_COHORT = 8
 """Number of prompts below which a cohort alone says too little."""
 BIAS_GROUPS = 256
-"""Number of groups that the length bias covers: about one step."""
+"""About one step."""
 
 Step = list[tuple[int, LengthEstimate]]
 """Weight version and lengths of each group."""
@@ -148,7 +146,7 @@ class Dataset:
         version: int,
         earlier: PromptStats | None,
     ) -> None:
-        """Learn the lengths of a completed group. ``earlier``: statistics of its prompt before this group."""
+        """Learn a completed group. ``earlier``: its prompt's statistics before this group."""
         ratios = ratios_to_mean(observed, estimate, earlier)
         self._pending_groups.append((self._documents.generation, version, estimate, ratios))
         self._write_later.request()
@@ -176,10 +174,7 @@ class Dataset:
 
 
 class Latency:
-    """The latency curve of the engine.
-
-    ``capacity``: number of sequences that run at once on all ``engines``, or None if unknown.
-    """
+    """``capacity``: number of sequences that run at once on all ``engines``, or None if unknown."""
 
     def __init__(self, documents: DocumentStore, capacity: int | None = None, engines: int = 1) -> None:
         self.engines = engines
@@ -211,7 +206,6 @@ class Latency:
             return []
         lengths = [length for group in groups for length in group]
         end_seconds = curve.completion_seconds(lengths, self.capacity).tolist()
-        # A group is complete when its last trajectory ends.
         seconds_by_group = []
         start = 0
         for group in groups:
@@ -229,8 +223,7 @@ class Latency:
         return None if curve is None else curve.scaled(1 / self.engines)
 
     def _current_model(self) -> LatencyModel:
-        """Return the model. Load it again after a restore."""
-        # Steps between the restore and this call are forgotten: at most `LATENCY_DELAY_SECONDS`.
+        # Steps between a restore and this call are forgotten: at most `LATENCY_DELAY_SECONDS`.
         if self._generation != self._documents.generation:
             self._generation = self._documents.generation
             self._model = self._states.load(ENGINE_KEY) or LatencyModel()
@@ -252,7 +245,7 @@ class Rewards:
 
     @property
     def dataset(self) -> RewardStats:
-        """Statistics over all prompts, also prompts without a key."""
+        """Also of prompts without a key."""
         return self._dataset.load(KEY) or RewardStats()
 
     def mean_length(self, answer: str) -> float | None:
@@ -263,7 +256,7 @@ class Rewards:
     def learn(
         self, new_stats: Mapping[str | None, RewardStats], old_stats: Mapping[str | None, RewardStats] | None = None
     ) -> None:
-        """Add reward statistics by prompt key, or None without a key, and remove statistics that they replace.
+        """Add reward statistics by prompt key, and remove statistics that they replace.
 
         ``old_stats``: has no key that ``new_stats`` does not have.
         """
@@ -282,8 +275,6 @@ class Rewards:
 
 
 class PassRates:
-    """Distributions of pass rates by prompt key."""
-
     def __init__(self, documents: DocumentStore) -> None:
         self._prompts = StoredValues(documents, PASS_COUNTS)
         self._recent = StoredValues(documents, RECENT_PASS_RATES)
@@ -291,7 +282,7 @@ class PassRates:
         self._newest_engine_version: int | None = None
 
     def learn(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn a completed group, once. ``correct``: correctness by candidate index."""
+        """Learn a completed group, once. ``correct``: by candidate index."""
         answers = rewarded_answers(record, correct)
         if not answers:
             return
@@ -362,7 +353,6 @@ def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
 
 
 def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
-    """Return reward statistics as JSON values, or None without rewards."""
     if stats is None or stats.pass_rate is None:
         return None
     right_minus_wrong_tokens = stats.difference
@@ -416,7 +406,7 @@ class LengthBias:
 
 
 class Statistics:
-    """All statistics. They are kept in ``documents``. ``capacity``, ``engines``: see `Latency`."""
+    """``capacity``, ``engines``: see `Latency`."""
 
     def __init__(self, documents: DocumentStore, capacity: int | None = None, engines: int = 1) -> None:
         self.documents = documents

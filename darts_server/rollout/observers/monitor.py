@@ -1,5 +1,3 @@
-"""Running and recently ended groups, for viewers of the server's monitor."""
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,21 +15,20 @@ from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.fair_cache import FairCache
 
 MAX_GROUPS = 256
-"""Number of ended groups, and of running groups: the last step or two."""
+"""Ended groups, and running groups: the last step or two."""
 MAX_CANDIDATES = 2048
-"""Number of candidates of all ended groups, and of all running groups."""
+"""Candidates of all ended groups, and of all running groups."""
 MAX_CANDIDATES_PER_GROUP = 1024
 """Further candidates of a group are not shown."""
 
 Fields = dict[str, Any]
-"""JSON values by name, without values that are unknown or do not apply."""
+"""JSON values by name, without unknown values."""
 MaySee = Callable[[str | None], bool]
-"""Returns whether the groups of an owner may be seen."""
 RunningGroup = GroupRun[Any, Any] | SessionGroup
 
 
 class Monitor:
-    """Keep the records of ended groups, and find running groups. At the limits, see `FairCache`.
+    """Keeps records of ended groups, and finds running groups. At the limits, see `FairCache`.
 
     ``clock``: the runner's clock, in seconds.
     """
@@ -47,7 +44,6 @@ class Monitor:
         self.clock = clock
         self.max_groups = max_groups
         self.num_ended = 0
-        """Number of groups that have ended so far."""
         self._rollouts = rollouts
         self._sessions = sessions
         self._max_candidates = max_candidates
@@ -59,12 +55,12 @@ class Monitor:
         self._records.put(record.owner, self.num_ended, record, _count_shown(record))
 
     def ended_after(self, count: int, may_see: MaySee) -> list[GroupRecord]:
-        """Return kept records of visible groups after the first ``count``, in the order of their ends."""
+        """Return kept records of visible groups after the first ``count``, in order of end."""
         found: list[tuple[int, GroupRecord]] = []
         for owner, records in self._records:
             if not may_see(owner):
                 continue
-            # The newest first, so that groups that the viewer has seen are not walked through.
+            # The newest first, so that groups that the viewer has seen take no time.
             for end_number in reversed(list(records)):
                 if end_number <= count:
                     break
@@ -73,7 +69,7 @@ class Monitor:
         return [record for _, record in found]
 
     def running_groups(self) -> list[RunningGroup]:
-        """Return all running groups, the newest first."""
+        """The newest group comes first."""
         return list(
             merge(
                 reversed(self._rollouts.runs),
@@ -84,7 +80,6 @@ class Monitor:
         )
 
     def shown_groups(self, running: Iterable[RunningGroup], may_see: MaySee) -> Iterator[RunningGroup]:
-        """Yield the visible groups among ``running``, up to the limits."""
         num_groups = 0
         num_candidates = 0
         for group in running:
@@ -110,15 +105,15 @@ class Viewer:
     def next_update(self) -> Fields:
         """Return the changes since the previous update, as in `MonitorAnswer`, without ``health``.
 
-        A group that is new to the viewer has ``began`` and all fields of its candidates. Any other group has only the
-        fields that changed, and the ``index`` of each candidate. Times are seconds of the runner's clock.
+        A group that is new to the viewer has ``began`` and all fields. Any other group has only the fields that
+        changed, and
+        the ``index`` of each changed candidate. Times are seconds of the runner's clock.
         """
         monitor = self.monitor
         changes: list[Fields] = []
         previous = self._running_fields
         self._running_fields = {}
 
-        # Groups that have ended since the previous update.
         for record in monitor.ended_after(self._num_ended_seen, self.may_see):
             now = _group_fields(record, record, record.policy)
             now["ended"] = record.ended_at
@@ -134,7 +129,7 @@ class Viewer:
         running = monitor.running_groups()
         for group in monitor.shown_groups(running, self.may_see):
             group_id = group.spec.group_id
-            # Two callers have chosen the same id. The newest group is shown.
+            # If callers have chosen the same id, the newest group is shown.
             if group_id in self._running_fields:
                 continue
             before = previous.pop(group_id, None)
@@ -144,7 +139,6 @@ class Viewer:
                 candidates_before = before["candidates"]
             candidates: list[Fields] = []
             for index in range(_count_shown(group)):
-                # Candidates that do not change any more are used again.
                 if index < len(candidates_before) and _is_final(candidates_before[index]):
                     candidates.append(candidates_before[index])
                 else:
@@ -157,7 +151,7 @@ class Viewer:
             "now": monitor.clock(),
             "running": len(running),
             "candidates": sum(len(group.candidates) for group in running),
-            # A group without changes has its id and an empty list of candidates.
+            # A group without changes has two fields: its id and no candidates.
             "groups": [fields for fields in changes if len(fields) > 2 or fields["candidates"]],
             # Groups of the previous update that are neither shown nor ended.
             "left": list(previous),

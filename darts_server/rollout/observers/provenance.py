@@ -1,5 +1,3 @@
-"""Records of recent groups, by group id and by the id of the response that returned them."""
-
 from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
@@ -13,11 +11,11 @@ DEFAULT_KEPT_CANDIDATES = 160_000
 """16 per group. A candidate takes 0.45 KB, all candidates 72 MB."""
 
 MAX_NUMBER_DIGITS = 7
-"""Digits of a prompt's number. Longer numbers are random ids that happen to have no letter."""
+"""Longer numbers are random ids that happen to have no letter."""
 
 
 class Provenance:
-    """Keep the records of ``kept`` groups with ``kept_candidates`` candidates. At a limit, see `FairCache`."""
+    """Keeps the records of ``kept`` groups with ``kept_candidates`` candidates. At a limit, see `FairCache`."""
 
     def __init__(self, kept: int = DEFAULT_KEPT, kept_candidates: int = DEFAULT_KEPT_CANDIDATES) -> None:
         # By owner and group id.
@@ -64,7 +62,7 @@ class Provenance:
 
 
 def _names(record: GroupRecord) -> set[str]:
-    """Return the ids of a group, of its single requests, and of the responses of both."""
+    """Return all names that a group is found by."""
     ids = {record.group_id, *record.request_ids}
     return ids | set(map(response_id, ids))
 
@@ -78,7 +76,7 @@ def response_id(group_id: str) -> str:
 
 
 def _prompt_number(record: GroupRecord, response: str) -> int:
-    """Return the lowest number of a prompt of the response that the group answered, or 0 if no name has a number."""
+    """Return the lowest number of the response's prompts in the group, or 0 if no name has a number."""
     # vLLM names the requests of a response RESPONSE-0, RESPONSE-1, and so on.
     numbers = []
     for name in (record.group_id, *record.request_ids):

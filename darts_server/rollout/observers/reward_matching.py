@@ -1,8 +1,3 @@
-"""Match reported rewards and those of verifiers to returned trajectories, and learn from them.
-
-Rewards may arrive in any order and more than once, for groups that still run, have ended, or are not kept any more.
-"""
-
 import asyncio
 from array import array
 from collections import defaultdict
@@ -26,12 +21,12 @@ FINGERPRINT_BYTES = 16
 TOKEN_TYPE = "i"
 
 OnReward = Callable[[GroupKey, int, bool], None]
-"""Called for a rewarded trajectory with its group, its candidate index, and whether it is correct."""
+"""Called with the group and the index of a rewarded trajectory, and whether it is correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward as a trainer reports it. The trajectory is named by its id, or by the token ids of prompt and answer."""
+    """A reward as a trainer reports it, with a trajectory's id, or the token ids of prompt and answer."""
 
     reward: float
     correct: bool
@@ -42,7 +37,7 @@ class Reward:
 
 @dataclass(slots=True)
 class RewardReport:
-    """Numbers of reported rewards. A reward is repeated if its trajectory has one, and unknown if it is not kept.
+    """A reward is repeated if its trajectory has a reported reward, and unknown if its trajectory is not kept.
 
     ``unknown_indices``: positions of the first `MAX_UNKNOWN_INDICES` unknown rewards.
     """
@@ -55,7 +50,7 @@ class RewardReport:
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """Reward and correctness by candidate index. ``zero_variance`` is None until all trajectories have rewards."""
+    """Reward and correctness by index. ``zero_variance`` is None until all trajectories have rewards."""
 
     by_index: Mapping[int, tuple[float, bool]] = field(default_factory=dict)
     zero_variance: bool | None = None
@@ -63,7 +58,7 @@ class GroupRewards:
 
 @dataclass(slots=True, eq=False)
 class ReturnedTrajectory:
-    """A trajectory and its reward. ``correct`` has no meaning before the reward is reported."""
+    """``correct`` has no meaning before there is a reward."""
 
     group: "ReturnedGroup"
     index: int
@@ -71,21 +66,21 @@ class ReturnedTrajectory:
     reward: float | None = None
     correct: bool = False
     is_reported: bool = False
-    """Whether the caller has reported the reward. A reported reward replaces that of a verifier."""
+    """Whether the caller has reported the reward, which replaces a verifier's reward."""
 
 
 @dataclass(slots=True, eq=False)
 class ReturnedGroup:
-    """The returned trajectories of a group. ``record`` is None while the group runs."""
+    """``record`` is None while the group runs."""
 
     key: GroupKey
     started_at: float
     prompt_key: str | None
     record: GroupRecord | None = None
     size: int | None = None
-    """Number of all returned trajectories, or None until the group is complete."""
+    """Number of returned trajectories, or None until the group is complete."""
     trajectories: dict[str, ReturnedTrajectory] = field(default_factory=dict)
-    """Trajectories by candidate index as text, as in their ids."""
+    """By candidate index as text, as in the trajectories' ids."""
     num_rewarded: int = 0
 
     @property
@@ -94,13 +89,13 @@ class ReturnedGroup:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all rewards of a fully rewarded group are equal."""
+        """Of a fully rewarded group."""
         return len({trajectory.reward for trajectory in self.trajectories.values()}) == 1
 
 
 @dataclass(slots=True)
 class Changes:
-    """Statistics by prompt key that new rewards add, and that they replace; groups that became fully rewarded."""
+    """Statistics by prompt key that rewards add and replace, and groups that became fully rewarded."""
 
     new: defaultdict[str | None, RewardStats] = field(default_factory=lambda: defaultdict(RewardStats))
     old: defaultdict[str | None, RewardStats] = field(default_factory=lambda: defaultdict(RewardStats))
@@ -112,7 +107,7 @@ class Changes:
 
 
 def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> bytes:
-    """Hash a prompt and its completion, in 18 microseconds for a thousand tokens."""
+    """Takes 18 microseconds for a thousand tokens."""
     hashed = blake2b(len(prompt_token_ids).to_bytes(8, "little"), digest_size=FINGERPRINT_BYTES)
     hashed.update(array(TOKEN_TYPE, prompt_token_ids))
     hashed.update(array(TOKEN_TYPE, token_ids))
@@ -120,13 +115,18 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 
 
 class RewardMatcher:
-    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them. At a limit, see `FairCache`.
+    """Matches reported rewards and verifiers' rewards to trajectories, and learns from them.
+
+    Rewards may arrive in any order and more than once, for groups that still run, have ended, or are not kept any more.
+    At
+    a limit, see `FairCache`.
 
     Args:
-        on_group_rewarded: called when all trajectories of a group have rewards, with the group's record, correctness by
-            candidate index, and whether all rewards are equal. If the group was selected by rewards, it has discarded
-            candidates too.
+        on_group_rewarded: called when all trajectories of a group have rewards, with the record, correctness by
+            candidate
+            index, and whether all rewards are equal. A group that was selected by rewards has discarded candidates too.
         on_report: called with the numbers of matched and of unknown rewards.
+        kept: number of groups, the newest.
         on_reward: called with every trajectory's first reward.
     """
 
@@ -149,7 +149,7 @@ class RewardMatcher:
         self._by_fingerprint: dict[bytes, list[ReturnedTrajectory]] = {}
 
     def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        """Keep a trajectory that was returned, before or after its group ended."""
+        """Keep a trajectory, before or after its group ended."""
         key = (returned.owner, returned.group_id)
         group = self._find_or_create(key, returned.started_at, returned.prompt_key)
         trajectory = ReturnedTrajectory(
@@ -168,12 +168,12 @@ class RewardMatcher:
         changes = Changes()
         if group.is_fully_rewarded:
             changes.add_rewarded_group(group)
-        # Learn from trajectories that were returned while the group ran, and rewarded before it ended.
+        # Learn from trajectories that were rewarded before the group ended.
         for trajectory in group.trajectories.values():
             if trajectory.reward is not None:
                 changes.new[group.prompt_key] += _trajectory_stats(trajectory, record)
-        # If rewards have selected the group, its discarded candidates are learned too. Otherwise the selection would
-        # bias the statistics.
+        # If rewards have selected the group, learn its discarded candidates too: the selection would bias the
+        # statistics.
         for index, correct in _correct_of_discarded(record).items():
             tokens = record.candidates[index].tokens
             changes.new[group.prompt_key] += _candidate_stats(tokens, 1.0, correct=correct)
@@ -186,7 +186,7 @@ class RewardMatcher:
         reward: float,
         correct: bool,
     ) -> None:
-        """Learn the reward of a trajectory by a verifier, unless the caller has reported a reward."""
+        """Learn a verifier's reward, unless the trajectory has a reward."""
         owner, group_id = key
         group = self._groups.entries_of(owner).get(group_id)
         trajectory = None if group is None else group.trajectories.get(str(index))
@@ -197,7 +197,7 @@ class RewardMatcher:
         self._learn(changes)
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
-        """Return the rewards of a group; empty if they are not kept."""
+        """Empty if the group is not kept."""
         group = self._groups.entries_of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
@@ -210,8 +210,8 @@ class RewardMatcher:
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
         """Match rewards to kept trajectories without a reported reward. Yields to the event loop between chunks.
 
-        Callers may choose the same ids, so an id names a trajectory of the caller. An admin may name
-        another caller's trajectory. Tokens name trajectories of the caller, or of other callers if the caller has none.
+        Callers may choose the same ids, so an id names a trajectory of the caller. Tokens name trajectories of the
+        caller, or of other callers if the caller has no such trajectory.
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
@@ -245,8 +245,7 @@ class RewardMatcher:
         changes: Changes,
     ) -> None:
         group = trajectory.group
-        # The trajectory's weight is known when its group has ended. A reward that is reported before is learned by
-        # `group_ended`.
+        # The trajectory's weight is known when its group has ended. `group_ended` learns earlier rewards.
         record = group.record
         is_first = trajectory.reward is None
         if not is_first and record is not None:
@@ -274,7 +273,7 @@ class RewardMatcher:
             of_caller = [trajectory for trajectory in same_tokens if trajectory.group.key[0] == who.name]
             # Rewards may come with another key than the rollouts.
             return of_caller or same_tokens
-        # Callers may have made the id from the group's id in a response header, where it is encoded.
+        # The caller may have the group's id from a response header, where it is encoded.
         for trajectory_id in (reward.trajectory_id, decode_from_header(reward.trajectory_id)):
             group_id, _, index = trajectory_id.rpartition(":")
             owner = who.name
@@ -311,7 +310,6 @@ class RewardMatcher:
         return group
 
     def _keep(self, group: ReturnedGroup) -> None:
-        """Keep a group as the newest group of its caller, and drop older groups at a limit."""
         owner, group_id = group.key
         candidates = 0 if group.record is None else len(group.record.candidates)
         for _, dropped in self._groups.put(owner, group_id, group, candidates):

@@ -1,5 +1,3 @@
-"""Score the candidates of one group while they run."""
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -13,11 +11,10 @@ from darts_server.rollout.pruning.pruner import Pruner
 
 
 class GroupScorer:
-    """Score each candidate of a group once at each detection point.
+    """Scores each candidate of a group once at each detection point.
 
     Scores use the log-probs of exactly the tokens up to the detection point, so that equal tokens get equal scores.
 
-    ``running``: running candidates by index.
     ``on_score``: called in the event loop with scores from hidden states, unless the candidate was dropped.
     """
 
@@ -34,20 +31,20 @@ class GroupScorer:
         self._pruning = pruning
         self._running = running
         self._on_score = on_score
-        # Detection points of each candidate that are not scored yet, with their hidden states if they are used.
+        # Detection points of each candidate, with their hidden states if they are used.
         self._unscored_points: dict[int, list[tuple[int, HiddenState | None]]] = {}
-        # Scores of candidates before `begin_reporting`.
+        # Scores before `begin_reporting`.
         self._early_scores: dict[int, list[Scored]] = {}
         self._dropped: set[int] = set()
 
     def create_probe(self, index: int) -> Probe:
-        """Return a probe. Its scores are kept until `begin_reporting`."""
+        """The probe's scores are kept until `begin_reporting`."""
         self._early_scores[index] = []
         points = self._pruner.detect_at if self._pruner.uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._pruner.uses_logprobs)
 
     def begin_reporting(self, index: int) -> list[Scored]:
-        """Report all further scores of a candidate that has started, and return its scores so far."""
+        """Report all further scores of a started candidate, and return its scores so far."""
         if not self._pruner.uses_hidden_states:
             self._unscored_points[index] = [(tokens, None) for tokens in self._pruner.detect_at]
         # Hidden states may arrive before the engine has confirmed the start.
@@ -60,7 +57,6 @@ class GroupScorer:
         return scores
 
     def record_kept(self, index: int, survival: float) -> None:
-        """Record that the group kept a candidate. ``survival``: its probability to be kept so far."""
         self._pruner.record_kept(self._group, index, survival)
 
     def drop(self, index: int) -> None:

@@ -1,5 +1,3 @@
-"""Score running trajectories by quality (ARRoL), and learn from their rewards."""
-
 import logging
 import math
 import time
@@ -38,7 +36,7 @@ logger = logging.getLogger(__name__)
 STEP_GROUPS = 256
 """Rewarded groups that count as one step while the weights do not change: a usual number of prompts."""
 SAVE_SECONDS = 0.3
-"""Time from learning to saving. A killed process loses at most the last second."""
+"""A killed process loses at most the last second."""
 RELOAD_SECONDS = 1.0
 """Time between two checks whether a restore has replaced the store."""
 SCORE_BYTES = 500
@@ -59,7 +57,7 @@ STATUS_REASONS = {
 }
 
 CreateHead = Callable[[int, Callable[[bytes], None]], RemoteHead]
-"""Creates a head for hidden states of a width. The head passes each newly trained state to the callback."""
+"""Creates a head for hidden states of a width. The head calls back with each newly trained state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,15 +92,13 @@ class PendingLabel:
 
 
 class Pruner:
-    """Score trajectories, named by group and candidate index, and learn from their rewards.
+    """Scores running trajectories by quality (ARRoL), and learns from their rewards.
 
     Nothing is loaded or started before `start`, or before the first score. `score`, `record_kept` and `record_dropped`
     are called in the event loop, return fast and never raise.
 
     Args:
         width: returns the width of the engine's hidden states, or None if the engine provides none.
-        documents: store of everything that is learned.
-        weight_version: returns the served version of the weights.
     """
 
     def __init__(
@@ -176,7 +172,6 @@ class Pruner:
         ``state``: None if the kind of score uses no hidden states.
         ``logprobs``: of the tokens so far, in nats, if the kind uses them.
         """
-        # Score the trajectory by its log-probs, or by the head.
         kind = self._settings.kind
         hidden_to_keep = None
         if state is None:
@@ -195,8 +190,7 @@ class Pruner:
             hidden_to_keep = reduce_precision(hidden)
         self._log_status()
 
-        # Calibrate the score. Nothing is pruned before the cold start has ended. Scores that prune nothing do not wait
-        # for its end.
+        # Nothing is pruned before the cold start has ended. Scores that prune nothing do not wait for its end.
         calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
         has_score = score.status is PruningStatus.READY
         calibrated_quality = None
@@ -212,7 +206,6 @@ class Pruner:
             # Without a score, the value is the head's own prior.
             quality = score.value
 
-        # Keep the score for the reward.
         is_finite = score.status is not None
         self._observer.trajectory_scored(usable=is_finite)
         if is_finite:
@@ -225,7 +218,6 @@ class Pruner:
         return Scored(index, quality, survival)
 
     def _keep_score(self, group: GroupKey, index: int, score: PendingScore) -> None:
-        """Keep a score until the reward arrives. At the limit, see `FairCache`."""
         label = self._find_label(group, index)
         # Tokens of a trajectory never decrease, so this is a new trajectory under a request id that was used before.
         if label is not None and score.tokens <= label.scores[-1].tokens:
@@ -251,7 +243,7 @@ class Pruner:
         return self._pending.pop(owner, (group_id, index))
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
-        """Record that a trajectory was kept. ``survival``: its probability to be kept by all decisions so far."""
+        """``survival``: probability to be kept by all decisions so far."""
         label = self._find_label(group, index)
         if label is not None:
             label.survival = survival
@@ -278,7 +270,7 @@ class Pruner:
             if pending.hidden is not None:
                 assert self._head is not None
                 if score_value is None:
-                    # The head was not ready when the trajectory was scored. It may be ready now.
+                    # The head was not ready at the detection point, but may be ready now.
                     score = self._head.score(pending.hidden, pending.tokens)
                     if score.status is PruningStatus.READY:
                         score_value = score.value
@@ -293,7 +285,6 @@ class Pruner:
         self._save_soon.request()
 
     def record_rewarded_group(self) -> None:
-        """Record that all trajectories of a group have rewards."""
         previous_version = self._last_version
         self._last_version = self._weight_version()
         self._step_groups += 1
@@ -380,7 +371,7 @@ class Pruner:
             self._head.start()
 
     def _reload_if_due(self) -> None:
-        """Load what a restore has replaced in the store, if the last check is `RELOAD_SECONDS` ago."""
+        """Load what a restore has replaced in the store."""
         now = self._clock()
         if now >= self._reloaded_at + RELOAD_SECONDS:
             self._reloaded_at = now

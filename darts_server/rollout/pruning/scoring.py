@@ -1,5 +1,3 @@
-"""Scores of trajectories, their calibration at detection points, and the saved state of both."""
-
 import logging
 import math
 import threading
@@ -27,15 +25,14 @@ QUALITY_BLOBS = "quality"
 VOTE_BLOBS = "vote"
 HEAD_KEY = "head"
 HEAD_SAVE_SECONDS = 10.0
-"""Time between two writes of up to 13 MB. A killed process loses that much training of the head."""
+"""A write has up to 13 MB. A killed process loses this much training of the head."""
 RECENT_QUALITIES = 1024
-"""Number of qualities that a survival curve is fitted to: several usual steps."""
+"""Qualities that a survival curve is fitted to: several usual steps."""
 FIT_INTERVAL = 32
-"""Number of qualities between two fits of a curve. A fit takes half a millisecond."""
+"""Qualities between two fits of a curve. A fit takes half a millisecond."""
 MAX_CURVES = 16
-"""Number of pruning settings with a cached curve. Each caller may send its own settings."""
+"""Each caller may send its own pruning settings."""
 LOGPROB_INPUTS = 2
-"""Number of inputs that log-probs add to a head."""
 
 
 class ScoreKind(StrEnum):
@@ -55,10 +52,8 @@ class ScoreKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """How trajectories are scored.
-
-    ``detect_at``: numbers of tokens, ascending. The latest score counts.
-    ``max_bytes``: maximum memory of hidden states that wait for a reward.
+    """``detect_at``: numbers of tokens, ascending. The latest score counts.
+    ``max_bytes``: memory of hidden states that wait for a reward.
     ``window``: number of labels for metrics.
     """
 
@@ -70,7 +65,7 @@ class ScoringSettings:
 
 
 def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
-    """Return the head's input: the hidden state and, if the kind uses both, the mean and lowest log-prob in nats."""
+    """Return the hidden state and, if the kind uses both, the mean and lowest log-prob in nats."""
     if kind is not ScoreKind.HEAD_LOGPROB:
         return state
     # The head scores no input that has a NaN.
@@ -111,11 +106,10 @@ class SavedBlob:
     def __init__(self, blobs: BlobStore, key: str) -> None:
         self._blobs = blobs
         self._key = key
-        # Digest of the blob that was loaded or saved last.
         self._last_digest: str | None = None
 
     def save(self, data: bytes, numbers: Mapping[str, int]) -> bool:
-        """Save, and return whether the blob was saved."""
+        """Return whether the blob was saved."""
         # With another digest, a restore has replaced the blob, and `data` belongs to the older state.
         if self._blobs.digest(self._key) != self._last_digest:
             return False
@@ -123,7 +117,7 @@ class SavedBlob:
         return True
 
     def reload(self, restore: Callable[[Blob | None], None]) -> None:
-        """If a restore has replaced the blob, pass it to ``restore``, or None if it is missing."""
+        """Pass a replaced blob to ``restore``, or None if it is missing."""
         stored_digest = self._blobs.digest(self._key)
         if stored_digest != self._last_digest:
             blob = self._blobs.load(self._key)
@@ -161,7 +155,7 @@ class DetectionPoint:
             width = blob.numbers.get("width")
             if width != self._width:
                 raise ValueError(f"it is of hidden states of width {width}, not {self._width}")
-            # A row has the score, the target and the survival of a label. The newest labels are last.
+            # A row is a label. The newest labels are last.
             rows = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
             labels = [Label(*row) for row in rows.tolist()]
             self.calibrator = Calibrator(self._calibration, labels, blob.numbers["steps"])
@@ -209,14 +203,13 @@ class HeadCheckpoint:
             self.save()
 
     def save(self) -> None:
-        """Save the newest state, unless a restore has replaced the saved state."""
         with self._lock:
             if self._unsaved and self._saved.save(self._unsaved, {}):
                 self._saved_at = self._clock()
                 self._unsaved = b""
 
     def reload(self, restore: Callable[[bytes], None]) -> None:
-        """If a restore has replaced the saved state, pass it to ``restore``, or b"" if it is missing."""
+        """Pass a replaced state to ``restore``, or b"" if it is missing."""
 
         def restore_head(blob: Blob | None) -> None:
             self._unsaved = b""
@@ -233,20 +226,20 @@ class HeadCheckpoint:
 
 
 class SurvivalEstimator:
-    """Survival probabilities from curves that are fitted to recent qualities."""
+    """Fits curves to recent qualities."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT_QUALITIES)
         self._num_qualities = 0
-        # Curves, with the number of qualities at their last fit. The curve that was used last is at the end.
+        # Curves, with the number of qualities at their last fit, in order of use.
         self._curves: dict[Pruning, tuple[SurvivalCurve, int]] = {}
 
     def add_quality(self, quality: float, pruning: Pruning) -> float:
-        """Add a trajectory's quality, and return the probability to keep the trajectory."""
+        """Return the probability to keep a trajectory."""
         self._recent.append(quality)
         self._num_qualities += 1
 
-        # Among few qualities, each quality changes the curve, so early fits are closer together.
+        # Among few qualities, each changes the curve.
         curve, fitted_at = self._curves.pop(pruning, (None, 0))
         fit_interval = min(FIT_INTERVAL, 1 + fitted_at // 4)
         if curve is None or self._num_qualities - fitted_at >= fit_interval:

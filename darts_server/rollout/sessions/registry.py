@@ -1,5 +1,3 @@
-"""Create groups of sessions, and find their sessions by id and by key."""
-
 import asyncio
 import re
 import secrets
@@ -28,22 +26,22 @@ from darts_server.serving.fair_cache import FairCache
 from darts_server.types import AUTO, OFF, Measure, RequestOptions
 
 IDLE_SECONDS = 1800.0
-"""Seconds without a request after which a session is silent: most tools take seconds, and test runs take minutes."""
+"""Most tools take seconds, and test runs take minutes."""
 MAX_OPEN_SESSIONS = 65_536
 """Sessions of running groups. An eight-GPU node runs some thousand at a time."""
 MAX_RUNNING_BYTES = 8 << 30
-"""Memory of the sessions of running groups: 8,192 sessions of 131,072 generated tokens. Beyond it, sessions that have
-more than an even share fail."""
+"""Sessions of running groups: 8,192 of 131,072 generated tokens. Beyond it, sessions with more than an even share
+fail."""
 KEPT_GROUPS = 8192
 """Ended groups that can be read. A step has 256 to 1,024."""
 IDLE_CHECK_SECONDS = 1.0
 SESSION_PREFIX = "ses-"
 LEARNED_AS = {Measure.TOKENS: "sessions", Measure.SECONDS: "session-seconds"}
-"""Suffix of the policy's name in records and in what is learned."""
+"""Suffix of the policy's name in records and statistics."""
 SESSION_ID_BYTES = 12
 _SESSION_ID = re.compile(f"{SESSION_PREFIX}[0-9a-f]{{{2 * SESSION_ID_BYTES}}}")
 KEY_PREFIX = "ses-key-"
-"""Keys of sessions. No key of a server begins so, unless its operator chooses it."""
+"""No key of a server begins so, unless its operator chooses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +59,9 @@ class SessionGroupRequest:
 
 
 class SessionRegistry:
-    """All groups of sessions of a server.
+    """Creates groups of sessions, and finds their sessions by id and by key.
 
     Args:
-        rollouts: plans groups, allocates sessions, and reports to observers.
         idle_seconds: seconds without a request after which a session ends as silent.
         kept_bytes: memory of the tokens of ended groups.
         clock: monotonic seconds.
@@ -80,17 +77,16 @@ class SessionRegistry:
         self._rollouts = rollouts
         self._idle_seconds = idle_seconds
         self._clock = clock
-        # Groups by id.
         self._running: dict[str, SessionGroup] = {}
         self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
-        # Number of sessions of running groups, by owner.
+        # Sessions of running groups, by owner.
         self._num_running: Counter[str | None] = Counter()
         # Memory of the sessions of running groups at the latest check.
         self._running_bytes = 0
-        # Sessions of running and of ended groups, by id and by the API key of the session.
+        # Sessions of running and ended groups.
         self._sessions: dict[str, AgentSession] = {}
         self._by_api_key: dict[str, AgentSession] = {}
-        # Task that polls running groups and ends silent sessions, or None while no group runs.
+        # None while no group runs.
         self._polling: asyncio.Task[None] | None = None
         rollouts.observers.weights_changing.add(self._record_weight_version)
 
@@ -172,7 +168,7 @@ class SessionRegistry:
         return session
 
     def owner_of_key(self, key: bytes) -> tuple[str | None, str] | None:
-        """Return the owner and the id of the session that a key belongs to, or None for a key of another kind.
+        """Return the owner and the id of a key's session, or None for a key of another kind.
 
         Raises:
             Unauthorized: the session is dropped.
@@ -181,23 +177,23 @@ class SessionRegistry:
             return None
         session = self._by_api_key.get(key.decode("latin-1"))
         if session is None:
-            # Without this, a server without keys would serve the request outside of any session.
+            # A server without keys would serve the request outside of any session.
             raise Unauthorized("the key belongs to no session: its group ended long ago, or the server was restarted")
         return session.group.spec.owner, session.session_id
 
     def find_named(self, *names: str | None) -> AgentSession | None:
-        """Return the session that a turn belongs to: by the caller's key or URL, or by the ``names`` in its headers.
+        """Return a turn's session: by the caller's key or URL, or by the ``names`` in its headers.
 
         Raises:
             NotFound: there is no such session, or it belongs to another key.
-            Conflict: the key, the URL and the headers name different sessions.
+            Conflict: key, URL and headers name different sessions.
         """
         session_of_key_or_url = caller.get().session
         session = None
         if session_of_key_or_url is not None:
             session = self.find(session_of_key_or_url)
         for name in names:
-            # Harnesses send names of their own in the same headers. Only our ids have this form.
+            # Harnesses send names of their own in the same headers.
             if name is None or not _SESSION_ID.fullmatch(name):
                 continue
             if session is None:
@@ -216,7 +212,7 @@ class SessionRegistry:
         return sum(not session.state.is_over for group in self._running.values() for session in group.sessions)
 
     def fail_all(self, error: DartsError) -> None:
-        """End all groups with an error, so that harnesses that wait for events get the end of their groups."""
+        """End all groups, so that harnesses that wait for events get the end."""
         for group in list(self._running.values()):
             group.cancel(error)
 
@@ -229,7 +225,7 @@ class SessionRegistry:
         return session
 
     def _plan(self, request: SessionGroupRequest) -> Plan:
-        # Without a size of its own, a group of one would count as a single request of a larger group.
+        # Without a size, a group of one would count as a single request of a larger group.
         options = RequestOptions(
             policy=request.policy,
             prompt_key=request.prompt_key,
@@ -239,9 +235,9 @@ class SessionRegistry:
             # No request joins the group, as in a batch.
             plan = self._rollouts.planner.plan(request.size, options, in_batch=True)
         except InvalidRequest as error:
-            # The planner's other requests name their size `n`.
+            # Other requests name their size `n`.
             raise InvalidRequest("size" if error.field == "n" else error.field, error.message) from None
-        # None is `off`. `auto` never changes the distribution, so it does nothing here.
+        # None is `off`, and `auto` does nothing outside of batches.
         if plan is None or plan.policy == AUTO:
             plan = Plan(OFF, UNSHAPED, request.size)
         if plan.shaping.prunes:
@@ -261,7 +257,7 @@ class SessionRegistry:
         largest = self._rollouts.planner.limits.max_group_size
         if request.size + (request.extra or 0) > largest:
             raise InvalidRequest("extra", f"size and extra together must be at most {largest}; lower one of them")
-        # Deadlines and losses are learned by policy, and sessions are longer than the answers of other groups.
+        # Deadlines and losses are learned by policy, and sessions are longer than answers.
         return replace(plan, policy=f"{plan.policy}:{LEARNED_AS[request.measure]}")
 
     def _check_open_sessions(self, more: int) -> None:
@@ -285,17 +281,16 @@ class SessionRegistry:
             )
 
     def _grant_memory(self, session: AgentSession) -> bool:
-        """Return whether a session may have a further turn. Otherwise the session must end."""
         even_share = MAX_RUNNING_BYTES / self._num_running.total()
         session_bytes = session.state.size_bytes
         if self._running_bytes <= MAX_RUNNING_BYTES or session_bytes <= even_share:
             return True
-        # Otherwise, further sessions would fail until the next check counts the memory again.
+        # Until the next check, the memory of this session must not make further sessions fail.
         self._running_bytes -= session_bytes
         return False
 
     def _create_session(self, group: SessionGroup, index: int) -> AgentSession:
-        # The id is a part of URLs and logs, so it gives no access by itself where the server has keys.
+        # The id is a part of URLs and logs, so it gives no access where the server has keys.
         session = AgentSession(
             group,
             index,
@@ -334,7 +329,7 @@ class SessionRegistry:
                 for group in list(self._running.values()):
                     group.end_silent(self._idle_seconds)
                     running_bytes += group.size_bytes
-                    # With tens of thousands of sessions, all of them in one turn would hold up the event loop.
+                    # Tens of thousands of sessions in one turn would hold up the event loop.
                     await asyncio.sleep(0)
                 self._running_bytes = running_bytes
         self._running_bytes = 0

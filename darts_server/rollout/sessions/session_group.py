@@ -1,6 +1,6 @@
-"""Run a group of sessions: feed its state machine with turns and ends, and stop sessions that are not needed.
+"""Feed a group's state machine with the turns and ends of its sessions, and stop sessions that are not needed.
 
-The harness of a trainer runs the sessions. This room only sees their turns, and tells the harness by events.
+A trainer's harness runs the sessions. It learns from events which sessions start and stop.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ from darts_server.types import DiscardReason, FinishReason, Measure, Outcome, Se
 logger = logging.getLogger(__name__)
 
 MILLISECONDS = 1000
-"""Length units of a second, where sessions are compared by seconds."""
+"""Length units per second of sessions that are compared by seconds."""
 MAX_RUNNING_TURNS = 64
-"""Requests of one session at a time. A harness with a few subagents needs some of them; more are a mistake."""
+"""Requests of one session at a time: more than a harness with a few subagents needs."""
 MAX_ROW_TOKENS = 1 << 24
-"""Tokens of all rows of a session: enough for 256 turns that each rewrite 65,536 tokens. They are 200 MB of JSON."""
+"""Tokens of a session's rows: 256 turns that each rewrite 65,536 tokens, in 200 MB of JSON."""
 SETTLE_SECONDS = 10.0
-"""Time for the aborted requests of a session to return their tokens: one decode step, on a busy engine some seconds."""
+"""Aborted requests return their tokens after one decode step, on a busy engine after some seconds."""
 
 
 class StoppedAs(StrEnum):
@@ -68,11 +68,8 @@ class StoppedAs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionGroupSpec:
-    """Description of a group of sessions.
-
-    ``metadata``: the caller's JSON. ``stopped_as``, ``over_status``: what a harness gets in the turn in which its
-    session is stopped, and in each later turn.
-    """
+    """``metadata``: the caller's JSON. ``over_status``: what a harness gets in each turn after its session is
+    stopped."""
 
     group_id: str
     plan: Plan
@@ -88,8 +85,8 @@ class SessionGroupSpec:
 class SessionReport:
     """How a harness ends a session.
 
-    ``usable``: False for a session whose tool failed. ``correct``: None for whether the reward is above 0.
-    ``metadata``: JSON.
+    ``usable``: False for a session whose tool failed. ``correct``: None if it depends on the reward, which must be
+    above 0.
     """
 
     usable: bool = True
@@ -100,47 +97,40 @@ class SessionReport:
 
 
 class SessionTurn:
-    """A running request of a session. It must `finish` or `leave`.
-
-    Args:
-        count_tokens: returns the number of tokens that the request has generated.
-        abort: stops the request on the engine.
-    """
+    """A running request of a session. It must `finish` or `leave`."""
 
     def __init__(self, session: "AgentSession", count_tokens: Callable[[], int], abort: Callable[[], None]) -> None:
         self.session = session
         self._count_on_engine = count_tokens
         self._most_counted = 0
-        """Largest count so far. A lost engine counts fewer tokens."""
         self._abort_on_engine = abort
         self.spans: VersionSpans = ()
         """Weight versions of the tokens before the latest weight update."""
         self.is_stopped = False
         """Whether the server has stopped the session during this request."""
         self.session_ended = asyncio.Event()
-        """Set when the session ends during this request."""
         self._is_over = False
 
     def count_tokens(self) -> int:
-        # The number never decreases, because the group may have acted on it.
+        # A lost engine counts fewer tokens, but the group may have acted on the larger number.
         self._most_counted = max(self._most_counted, self._count_on_engine())
         return self._most_counted
 
     def abort(self, *, is_stopped: bool) -> None:
-        """Stop the request, because its session has ended. ``is_stopped``: whether the server has ended the session."""
+        """Stop the request, because its session has ended."""
         self.is_stopped = is_stopped
         self.session_ended.set()
         self._abort_on_engine()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """End the request with an answer. ``logprobs``: log-prob of each generated token."""
+        """End the request with an answer."""
         spans = extend_spans(self.spans, self.session.group.weight_version(), len(token_ids))
-        # A lost engine may have generated more tokens than the answer has, and the group may have acted on them.
+        # A lost engine may have counted more tokens than the answer has, see `count_tokens`.
         tokens = max(len(token_ids), self._most_counted)
         self._end(tokens, FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
 
     def leave(self, tokens: int) -> None:
-        """End the request without an answer, if it runs. ``tokens``: number of tokens that were received."""
+        """End the request without an answer, if it runs. ``tokens``: number of received tokens."""
         if not self._is_over:
             tokens = max(tokens, self.count_tokens())
             self.spans = extend_spans(self.spans, self.session.group.weight_version(), tokens)
@@ -154,7 +144,7 @@ class SessionTurn:
 
 
 class AgentSession:
-    """A session of a group, as its harness sees it. ``api_key``: key that is valid for turns of this session alone."""
+    """A session, as its harness sees it. ``api_key``: valid for turns of this session alone."""
 
     def __init__(
         self,
@@ -209,18 +199,17 @@ class AgentSession:
         return self.state.seconds(self.group.clock())
 
     def length(self, now: float) -> int:
-        """Return the length so far, in the unit of the group's measure."""
+        """Return tokens or milliseconds, by the group's measure."""
         if self.group.spec.measure is Measure.TOKENS:
             return self.tokens
         return int(MILLISECONDS * self.state.seconds(now))
 
     def progress(self, now: float) -> int:
-        # The state machine expects at least one more token of a running candidate. But a session may end with the
-        # length that it has, while its tool runs.
+        # The state machine expects one more token of a running candidate. But a session may end while its tool runs.
         return max(0, self.length(now) - 1)
 
     async def wait_for_last_tokens(self) -> None:
-        """Wait until the aborted requests of a stopped session have returned their tokens."""
+        """Wait until aborted requests have returned their tokens, at most `SETTLE_SECONDS`."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while self.state.is_over and self.running and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
@@ -228,11 +217,8 @@ class AgentSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """Something that a harness must know.
-
-    ``kind``: ``started``, ``stopped`` or ``ended`` for a session; ``completed``, ``failed`` or ``cancelled`` for the
-    group.
-    """
+    """``kind``: ``started``, ``stopped`` or ``ended`` for a session; ``completed``, ``failed`` or ``cancelled`` for a
+    group."""
 
     kind: str
     session: AgentSession | None = None
@@ -245,11 +231,9 @@ class SessionGroup:
     Everything is synchronous, so that a stop reaches the engine in the same turn of the event loop.
 
     Args:
-        weight_version: returns the version of the served weights.
-        create_session: called with the group and the index of a session; returns the session with its id and key.
-        on_end: called once when the group has its outcome.
-        grant_memory: returns whether a session may have a further turn, or ends because it takes too much memory.
-        tail_seed: seed of the sampled tail.
+        create_session: called with the group and the session's index.
+        on_end: called once.
+        grant_memory: returns whether a session may have a further turn. Otherwise it ends.
     """
 
     def __init__(
@@ -309,7 +293,6 @@ class SessionGroup:
                 if progress >= check_at:
                     events.append(Progress(index, progress))
         if self._member is not None:
-            # The cohort's deadline is known early if all groups without a need exceed the cut length.
             self._member.report_if_over_cut_length(
                 lambda: {s.index: s.progress(now) for s in self.sessions if s.candidate.is_running},
             )
@@ -327,7 +310,7 @@ class SessionGroup:
                 self._fail_session(session, SessionEnd.SILENT, error)
 
     def cancel(self, error: DartsError | None = None) -> None:
-        """End the group, and stop its sessions. A group that has ended stays as it is."""
+        """End the group, and stop its sessions, unless the group has ended."""
         if self.ended_at is not None:
             return
         self.error = self.error or error or GroupAborted("the group was ended by its caller")
@@ -366,7 +349,7 @@ class SessionGroup:
         count_tokens: Callable[[], int],
         abort: Callable[[], None],
     ) -> SessionTurn:
-        """Count a request of a session. See `SessionTurn`.
+        """Count a request of a session.
 
         Raises:
             SessionOver, TooLarge: see `check_turn`.
@@ -384,11 +367,12 @@ class SessionGroup:
         return turn
 
     def check_turn(self, session: AgentSession) -> None:
-        """Refuse a request of a session that is over. End a session that has too many tokens for a further turn.
+        """Refuse a request of a session that is over, or that ends now because it has too many tokens for a further
+        turn.
 
         Raises:
-            SessionOver: the session is over, or ends now and its harness understands no error.
-            TooLarge: the session ends now, because it has too many tokens.
+            SessionOver: the session is over, or its harness understands no error.
+            TooLarge: the session has too many tokens.
         """
         state = session.state
         if state.is_over:
@@ -436,17 +420,13 @@ class SessionGroup:
         correct: bool | None = None,
         metadata: bytes | None = None,
     ) -> None:
-        """End a session for its harness. A session that is over already only gets the reward and the metadata.
+        """End a session for its harness, see `SessionReport`. If it is over already, it gets only reward and metadata.
 
-        If the session is unusable, another session takes its place, if the group needs it. A second call with the same
+        Another session takes the place of an unusable session, if the group needs it. A second call with the same
         arguments changes nothing: the harness may have lost the first answer.
 
-        Args:
-            usable: False for a session whose tool failed.
-            metadata: JSON.
-
         Raises:
-            Conflict: the harness has ended the session in another way already.
+            Conflict: the harness has ended the session in another way.
         """
         report = SessionReport(usable, finish_reason, reward, correct, metadata)
         if session.report == report:
@@ -503,13 +483,12 @@ class SessionGroup:
         try:
             self._apply_decisions(self._group.handle(*events))
         except Exception as error:
-            # A bug of ours ends this group, and no other group.
+            # A bug of ours ends this group alone.
             logger.exception("session group %s failed on the events %s", self.spec.group_id, events)
             self.cancel(GroupAborted(f"an internal error: {error!r}"))
 
     def _apply_decisions(self, decisions: list[Decision]) -> None:
         if self._member is not None:
-            # New candidates may be short, so they withdraw the report of `poll`.
             has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
             self._member.report_need(has_new_candidates=has_new_candidates)
         for decision in decisions:
@@ -520,7 +499,7 @@ class SessionGroup:
                         self.sessions.append(session)
                         self._add_event(SessionEvent("started", session))
                     self._observer.candidates_started(len(indices))
-                    # A session waits for no engine: it has started as soon as its harness can send requests.
+                    # A session has started as soon as its harness can send requests: it waits for no engine.
                     self._apply_decisions(self._group.handle(*[Started(index) for index in indices]))
                 case Stop(index=index, reason=reason):
                     is_aborted = reason in (DiscardReason.ABORTED, DiscardReason.CANCELLED)
@@ -582,7 +561,6 @@ class SessionGroup:
         )
 
     def _report_trajectory(self, session: AgentSession) -> None:
-        """Report a selected session to the observers that match rewards with trajectories."""
         # Arrays, because a list of a long history takes milliseconds.
         tokens = array("i")
         prompt_end = 0
@@ -614,7 +592,7 @@ class SessionGroup:
         session_id = None if event.session is None else event.session.session_id
         self._observer.session_event(self.spec.group_id, session_id, event.kind, event.reason)
         self.events.append(event)
-        # Wake all who wait. The next event wakes those who wait from now on.
+        # The next event wakes later waiters.
         self._event_added.set()
         self._event_added = asyncio.Event()
 
@@ -629,7 +607,7 @@ class SessionGroup:
         session = self.sessions[index]
         state = session.state
         candidate = session.candidate
-        # A cut keeps tokens, because sessions that are compared by seconds have no deadline.
+        # A cut length is in tokens: sessions that are compared by seconds have no deadline.
         tokens = candidate.tokens if candidate.cut else session.tokens
         spans = session.spans
         for turn in session.running:
@@ -663,7 +641,7 @@ class SessionGroup:
         )
 
     def weights_of(self, session: AgentSession) -> tuple[float | None, float | None]:
-        """Return the weight and the advantage of a session, each None if it has none or the group is not complete."""
+        """Return weight and advantage, each None if the session has none or the group is not complete."""
         if self.record is None or session.index >= len(self.record.candidates):
             return None, None
         candidate = self.record.candidates[session.index]
