@@ -1,5 +1,3 @@
-"""``python -m darts_server``."""
-
 import sys
 
 from darts_server.cli import main

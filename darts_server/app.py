@@ -1,8 +1,4 @@
-"""Builds all rooms from the settings and connects them.
-
-The file follows a server's life: settings and keys, the engine, the rooms above the engine, and vLLM's app with our
-routes.
-"""
+"""Builds all rooms from the settings and connects them, in the order of a server's life."""
 
 import logging
 import os
@@ -88,7 +84,6 @@ from darts_server.weights.updates import Updates
 logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.db"
-"""File of answers in --state-dir."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +107,12 @@ class Rooms:
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
-    """Serve with vLLM's flags in ``vllm_argv``, and return the process's exit code.
+    """Serve, and return the process's exit code.
 
     Raises:
         InvalidSetting
         StateError: the state folder cannot be read; it was not touched.
     """
-    # prometheus_client would export a `_created` series beside each counter and histogram.
     hide_creation_times()
     vllm_argv = _add_sampling_flags(settings, vllm_argv)
     args = flags.parse(vllm_argv)
@@ -192,18 +186,17 @@ async def _serve(
     kept_answers: NumberedFile,
     staging: Staging,
 ) -> int:
-    """Serve until a signal or the loss of the engine, and return the exit code."""
+    """Serve until a signal or the loss of the engine."""
     exit_on_signals()
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
-    # After the engine and the verifiers have ended, `closing` ends other threads, and the process that trains the head.
+    # `closing` ends other threads, and the process that trains the head, after the engine and the verifiers.
     with server.bind_socket(args) as sock, ExitStack() as closing:
         async with AsyncExitStack() as running:
-            # Verifiers start before the engine, which takes minutes, so that wrong code of a verifier is found at once.
+            # Verifiers start before the engine, which takes minutes, so that wrong code is found at once.
             verifiers = await running.enter_async_context(_start_verifiers(settings))
             log_start(args.model)
             engine = await running.enter_async_context(_start_engines(settings, args, vllm_argv))
-            # Connect the engine to the batches, sessions, votes and updates that routes use.
             rooms = make_rooms(settings, engine, access, store, staging, closing, verifiers)
             reload_keys = None
             if settings.api_key_file or settings.admin_api_key_file:
@@ -271,10 +264,9 @@ def _restore_history(settings: Settings, engine: RunningEngine, kept_answers: Nu
 
 
 def _engine_metric_reads(engine: RunningEngine, history: History | None) -> Reads:
-    # `held_requests` receives all reports of the engines, and adds up their steps and drafts.
     held_requests = engine.llm.held_requests
 
-    # `draft_totals` has the drafted tokens of each source, and then the accepted tokens of each source.
+    # `draft_totals` lists the drafted tokens of each source, and then the accepted tokens.
     def count_drafted(source: str) -> int:
         return held_requests.draft_totals[DRAFT_SOURCES.index(source)]
 
@@ -324,7 +316,7 @@ def make_rooms(
     closing: ExitStack,
     verifiers: Verifiers,
 ) -> Rooms:
-    """Create the objects from bottom to top. ``closing`` closes them at the server's end."""
+    """``closing`` closes the objects at the server's end."""
     port = engine.port
     verifiers.called.add(VerifierMetrics(engine.model_name, verifiers.names).called)
 
@@ -452,7 +444,6 @@ def _make_pruner(
     model_name: str,
 ) -> Pruner:
     def read_metric(name: str, prediction: str) -> float | None:
-        # The label is "score", or "calibrated" for the probabilities that are computed from scores.
         measured = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
         value: float | None = getattr(measured, name)
         return value
@@ -583,7 +574,6 @@ def extend_app(
 
 
 def run_all_checks(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
-    """Check everything that a server needs, and start nothing."""
     args = flags.parse(_add_sampling_flags(settings, vllm_argv))
     yield from check_local(settings, args)
     try:

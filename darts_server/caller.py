@@ -1,4 +1,4 @@
-"""The caller of a request. Each request and its tasks have their own value of `caller`."""
+"""Each request and its tasks have their own value of `caller`."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Caller:
     session: str | None = None
     """Id of the session that the request's URL or key names."""
     num_candidates: int = 0
-    """Number of candidates in tickets of the request."""
+    """Candidates in the request's tickets."""
 
     def may_see(self, owner: str | None) -> bool:
-        """Return whether the caller may see groups of ``owner``. Callers without a key are the same caller."""
+        """Return whether the caller sees groups of ``owner``. Callers without a key are the same caller."""
         return self.is_admin or owner == self.name
 
 

@@ -1,5 +1,3 @@
-"""The command line: chooses a command, reads its flags into settings, and runs it."""
-
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +53,7 @@ and the like.) A request is not shaped if it has n = 1, if it names the model as
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, and return the process's exit code."""
+    """Run a command, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="darts-server",
@@ -71,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         return _print_version([])
 
-    # This parser reads only the command's name. The other arguments have parsers of their own: ours, then vLLM's.
+    # This parser reads only the command's name. Our parser, and then vLLM's, read the rest.
     run_command, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
         return run_command(arguments[1:])
@@ -119,7 +117,7 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _print_findings(findings: Iterable[startup_checks.Finding]) -> int:
-    """Print each finding as soon as it is known, and return 1 if a check failed, else 0."""
+    """Print each finding as soon as it is known, and return the exit code."""
     exit_code = 0
     for finding in findings:
         print(finding, flush=True)
@@ -146,7 +144,7 @@ def _parse_arguments(
     epilog: str,
     argv: list[str],
 ) -> tuple[settings.Settings, list[str]] | None:
-    """Return our settings and the remaining arguments, which are vLLM's. None if the help was printed."""
+    """Return our settings and vLLM's arguments, or None if the help was printed."""
     # vLLM has its own --help=FLAG, so the parser must not handle --help.
     parser = argparse.ArgumentParser(
         prog=f"darts-server {command}",

@@ -26,7 +26,7 @@ from darts_server.types import NO_LIMIT, MaxLost
 
 
 class Control:
-    """The settings in force. Implements :class:`darts_server.http.resources.policy.PolicyControl`."""
+    """The settings in force. Implements `darts_server.http.resources.policy.PolicyControl`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -38,7 +38,7 @@ class Control:
     def connect(
         self, rollouts: Rollouts[Any, Any], switch_drafts: Callable[[bool], Awaitable[None]] | None = None
     ) -> None:
-        """Let each `change` replace the planner of ``rollouts``, and switch drafts on or off."""
+        """Let `change` replace the planner of ``rollouts``, and switch drafts on or off."""
         self._rollouts = rollouts
         self._switch_drafts = switch_drafts
 

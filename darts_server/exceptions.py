@@ -50,7 +50,7 @@ class DartsError(Exception):
 
 # vLLM's handlers answer a `ValueError` with status 400.
 class InvalidRequest(DartsError, ValueError):
-    """The request is invalid, and nothing was started. ``field``: the invalid field of the request."""
+    """The request is invalid in ``field``, and nothing was started."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -59,7 +59,7 @@ class InvalidRequest(DartsError, ValueError):
 
 
 def field_name(path: Iterable[str | int]) -> str:
-    """Return the name of a field for `InvalidRequest`, such as ``prompts[3].text``. ``path``: keys and indices."""
+    """Join keys and indices into the name of a field, such as ``prompts[3].text``."""
     name = ""
     for part in path:
         if isinstance(part, int):
@@ -190,4 +190,4 @@ class DiskFull(UpdateError):
 
 
 class IllegalMove(DartsError):
-    """A state machine does not allow the event in its present state: a bug of ours."""
+    """The present state does not allow the event: a bug of ours."""

@@ -35,8 +35,8 @@ class Stamp(NamedTuple):
 def open_file(path: Path, root: Path | None = None) -> BinaryIO:
     """Open a regular file for reading.
 
-    ``root``: a folder above ``path``. No component between the two may be a symbolic link, even if somebody replaces a
-    component meanwhile. Without a root all links are followed, for paths of the operator.
+    ``root``: a folder above ``path``. No component between the two may be a symbolic link, even if it is replaced
+    meanwhile. Without a root, links are followed, for paths of the operator.
 
     Raises:
         OSError: ``strerror`` names the mistake.
@@ -75,7 +75,7 @@ def read_file(path: Path, max_bytes: int, root: Path | None = None) -> bytes:
 
 
 def list_folder(path: Path, root: Path | None) -> list[str] | None:
-    """Return the names in a folder, in any order, or None for a regular file. ``root``: see `open_file`.
+    """Return the names in a folder, in any order, or None for a regular file.
 
     Raises:
         OSError: ``path`` is neither a folder nor a regular file.

@@ -1,7 +1,7 @@
-"""Identifiers that callers choose: request ids, group ids, prompt keys, idempotency keys, names of LoRA adapters.
+"""Identifiers that callers choose, such as request ids and prompt keys.
 
 They appear in headers, log lines, JSON and paths. So they have no control characters, no line breaks, and no lone
-surrogates, which JSON encoders refuse. In headers and paths they are percent-encoded.
+surrogates, which JSON encoders refuse.
 """
 
 from typing import Annotated
@@ -19,7 +19,7 @@ RULE = f"1 to {NAME_CHARS} printable characters"
 UNENCODED = ":@+=,"
 """Characters that need no encoding, beside letters, digits and ``-._~``."""
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity")
-"""Headers with the name of a trajectory, for vLLM, for routers in front of vLLM, NVIDIA Dynamo and Fireworks."""
+"""Headers with a trajectory's name, for vLLM, routers in front of vLLM, NVIDIA Dynamo and Fireworks."""
 LORA_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Names of LoRA adapters are metric labels, and model names in requests."""
 
@@ -29,10 +29,6 @@ def is_name(text: str, max_chars: int = NAME_CHARS) -> bool:
 
 
 def check_name(field: str, text: str, max_chars: int = NAME_CHARS) -> None:
-    """
-    Raises:
-        InvalidRequest: the identifier is too long, or not printable.
-    """
     # An empty text means that the caller has sent no name.
     if text and not is_name(text, max_chars):
         raise InvalidRequest(field, f"must be {RULE}; shorten it, and omit line breaks and control characters")

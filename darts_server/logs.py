@@ -1,7 +1,4 @@
-"""Configure logging in every process of the server, and log groups, cohorts and weight updates.
-
-No line has prompt text, tokens or keys.
-"""
+"""Logging in every process of the server. No line has prompt text, tokens or keys."""
 
 import json
 import logging
@@ -26,7 +23,7 @@ CONSOLE = "(darts-server pid=%(process)d) %(levelname)s %(asctime)s [%(filename)
 
 
 def set_up(log_format: str, level: str | None) -> None:
-    """Configure logging, before vLLM is imported. ``level``: ``None`` for the level in vLLM's variable.
+    """Configure logging, before vLLM is imported. ``level``: None for the level in vLLM's variable.
 
     Raises:
         InvalidSetting: the format is ``json``, and a configuration of vLLM's logging is set.
@@ -53,10 +50,7 @@ def set_up(log_format: str, level: str | None) -> None:
 
 
 def logging_config(log_format: str, level: str) -> dict[str, Any]:
-    """Return a configuration for `logging.config.dictConfig`.
-
-    ``json``: one JSON object per line, also for vLLM's and uvicorn's lines. ``console``: our lines in vLLM's format.
-    """
+    """``json``: an object per line, for vLLM's and uvicorn's lines too. ``console``: our lines in vLLM's format."""
     formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": "%m-%d %H:%M:%S"}
     levels = {OURS: level}
     if log_format == "json":
@@ -92,7 +86,7 @@ def logging_config(log_format: str, level: str) -> dict[str, Any]:
 
 
 class RequestId(logging.Filter):
-    """Adds the caller's ``X-Request-Id`` to lines that are logged while its request is handled."""
+    """Adds ``X-Request-Id`` to lines that are logged while a request is handled."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         request_id = caller.get().request_id

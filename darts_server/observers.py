@@ -40,31 +40,29 @@ class GroupEvents:
     def __init__(self) -> None:
         self.single_request_classified = Event[[TurnKind]]()
         self.group_closed = Event[[bool]]()
-        """No further request may join a group of single requests, which is full or not."""
+        """No further request may join a group of single requests: whether the group is full."""
         self.prompts_skipped = Event[[int]]()
-        """A batch does not run so many of its prompts, because they are almost surely without signal."""
+        """Prompts that a batch does not run, because they are almost surely without signal."""
         self.candidates_started = Event[[int]]()
         self.trajectory_returned = Event[[TrajectoryRecord]]()
         """A caller gets a trajectory, before or after its group has ended."""
         self.trajectory_verified = Event[[GroupKey, int, float, bool]]()
         """Follows ``trajectory_returned``: the candidate's index, the verifier's reward, and whether it is correct."""
         self.group_ended = Event[[GroupRecord]]()
-        """A group has ended, with any outcome."""
         self.scored_group_ended = Event[[GroupRecord]]()
         """Follows ``group_ended`` if candidates were scored."""
         self.cohort_ended = Event[[CohortRecord]]()
         self.session_ended = Event[[SessionEnd, int, float]]()
-        """A session of an agent has ended: its end, its answered turns, and its tool time in seconds."""
+        """How the session ended, its answered turns, and its tool time in seconds."""
         self.session_event = Event[[str, str | None, str, str | None]]()
-        """The ids of the group and of the session, the kind of the event (see `SessionEvent`), and a reason."""
+        """Ids of the group and of the session, the kind of the event (see `SessionEvent`), and a reason."""
         self.session_request_refused = Event[[]]()
-        """A request of a session came after the session's end."""
+        """The request came after its session's end."""
         self.weights_changing = Event[[]]()
         """The paused model is about to get new weights."""
 
     @property
     def failures(self) -> int:
-        """Number of calls that raised."""
         return sum(event.failures for event in vars(self).values())
 
 

@@ -1,4 +1,4 @@
-"""Records of candidates, groups, cohorts, returned trajectories and weight updates, for observers."""
+"""Records for observers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ GroupKey = tuple[str | None, str]
 
 
 def extend_spans(spans: VersionSpans, version: int, total_tokens: int) -> VersionSpans:
-    """Extend spans to ``total_tokens`` with new tokens of ``version``, or cut the spans to fewer tokens."""
+    """Extend spans to ``total_tokens`` with tokens of ``version``, or cut the spans to fewer tokens."""
     extended: list[tuple[int, int]] = []
     # The new span could have all tokens, but gets only the tokens that earlier spans leave.
     tokens_left = total_tokens
@@ -38,7 +38,7 @@ def append_spans(spans: VersionSpans, later_spans: VersionSpans) -> VersionSpans
 
 @dataclass(frozen=True, slots=True)
 class CandidateRecord:
-    """How a candidate ended. Times are seconds on the runner's clock."""
+    """Times are seconds on the runner's clock."""
 
     index: int
     tokens: int
@@ -64,11 +64,10 @@ class CandidateRecord:
     reward: float | None = None
     """Reward by the verifier, if its verdict came before the group ended."""
     correct: bool | None = None
-    """Whether the answer is right, as the verifier says."""
     advantage: float | None = None
     """Advantage of a returned trajectory, if the group was selected by rewards."""
     turns: int | None = None
-    """Number of answered turns of a session, or None for a candidate that is no session."""
+    """Answered turns of a session, or None for a candidate that is no session."""
     tool_seconds: float | None = None
     """Seconds between the turns of a session."""
     tool_times: Sequence[float] = ()
@@ -78,15 +77,13 @@ class CandidateRecord:
 
     @property
     def length_order(self) -> tuple[int, int]:
-        """Sort key by which the group's rule compared the candidates: the shortest comes first."""
+        """Sort key of the group's rule: the shortest candidate comes first."""
         length = self.tokens if self.milliseconds is None else self.milliseconds
         return (length, self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """How a group ended."""
-
     group_id: str
     prompt_key: str | None
     policy: str
@@ -96,13 +93,13 @@ class GroupRecord:
     started_at: float
     ended_at: float
     tail_wait: float | None
-    """Seconds from the finish of the K-th shortest trajectory to completion, or None."""
+    """Seconds from the finish of the K-th shortest trajectory to completion."""
     error: str | None = None
     cohort_deadline: int | None = None
     """Deadline of the cohort in tokens, unless the group was complete before."""
     max_lost: MaxLost | None = None
     factor: float = 1.0
-    """Factor in the deadline that keeps it from discarding too many right answers."""
+    """Factor of the deadline that keeps right answers from being discarded."""
     cut_length: int | None = None
     """Length in tokens at which all candidates were cut, or would have been cut in an explored group."""
     completion_length: int | None = None
@@ -118,9 +115,9 @@ class GroupRecord:
     explored: bool = False
     """Whether the group ran past its deadline, to measure discarded answers."""
     tokens_needed: int | None = None
-    """Tokens that the group needed, as reported to the cohort."""
+    """Tokens that the group reported to the cohort."""
     request_ids: tuple[str, ...] = ()
-    """Ids and other names that the group can be looked up by."""
+    """Ids and names that the group can be looked up by."""
     auto_choice: str | None = None
     """Number of prompts that `auto` has run, and its reason, in words."""
     restarted_from: int = 0
@@ -135,9 +132,9 @@ class GroupRecord:
     decided_early: bool = False
     """Whether candidates were stopped because enough others had unequal rewards."""
     run_probability: float = 1.0
-    """Probability that the batch ran the prompt. The group's weight is the inverse of it."""
+    """Probability that the batch ran the prompt. The group's weight is its inverse."""
     weight_version: int = 0
-    """Version of the weights when the group ended."""
+    """Version when the group ended."""
     key: GroupKey = field(init=False, repr=False, compare=False)
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""
@@ -203,7 +200,7 @@ class GroupRecord:
 
 @dataclass(slots=True)
 class CohortRecord:
-    """How groups that were allocated together ended. Complete when the last group has ended."""
+    """Groups that were allocated together. The record is complete when the last group has ended."""
 
     policy: str
     groups: int
@@ -221,7 +218,7 @@ class CohortRecord:
     stale_tokens: int = 0
     """Number of returned tokens of older weights than those at the end of their group."""
     new_tokens: int = 0
-    """Number of generated tokens without carried tokens."""
+    """Generated tokens without carried tokens."""
     returned_lengths: list[list[int]] = field(default_factory=list)
     """Lengths of the returned trajectories of each group that returned any, in tokens."""
 
@@ -244,8 +241,6 @@ class CohortRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRecord:
-    """A trajectory that was returned to its caller."""
-
     group_id: str
     prompt_key: str | None
     started_at: float
@@ -259,8 +254,6 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """The result of a weight update."""
-
     version: int
     """Version that is served after the update."""
     outcome: UpdateOutcome

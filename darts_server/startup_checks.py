@@ -1,7 +1,6 @@
 """Checks, without an engine, whether something would stop the server or fail later.
 
-``serve`` runs the checks that need no time and no network, and does not start if a check fails. ``doctor`` runs all
-checks.
+``serve`` runs `check_local`, and does not start if a check fails. ``doctor`` runs all checks.
 """
 
 import os
@@ -46,7 +45,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. ``message`` includes the remedy."""
+    """``message`` includes the remedy."""
 
     verdict: Verdict
     subject: str
@@ -166,7 +165,7 @@ def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Findin
 
 
 def check_weights(root: Path | None, staging: Path | None, model_bytes: int | None) -> Iterator[Finding]:
-    """Check the folders for new weights. ``model_bytes``: None if the size is unknown."""
+    """``model_bytes``: None if unknown."""
     if root is not None:
         if os.access(root, os.R_OK | os.X_OK):
             yield ok("weights", f"may be loaded from {root}")

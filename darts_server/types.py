@@ -1,5 +1,3 @@
-"""Types that all rooms share."""
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -208,8 +206,8 @@ MAX_LOST_GROUPS = 0.005
 class MaxLost:
     """Limits of the right answers that a deadline may discard.
 
-    The limit for groups is smaller. The few prompts that need the longest answers have a negligible share of all right
-    answers, but without these answers the policy would unlearn them.
+    The limit for groups is smaller: the few prompts that need the longest answers have a negligible share of all right
+    answers.
     """
 
     answers: float = 0.02
@@ -261,7 +259,6 @@ class PromptSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the prompt."""
         parts = (self.messages, self.text, self.metadata, self.chat_options)
         encoded = sum(sys.getsizeof(part) for part in parts if part is not None)
         return TOKEN_ID_BYTES * len(self.token_ids or ()) + encoded
@@ -273,7 +270,7 @@ class Sample:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
-    """Log-prob of each token, if the request asks for log-probs."""
+    """None if the request asks for no log-probs."""
     text: str
     finish_reason: FinishReason | None
     """None if the trajectory was aborted."""

@@ -23,7 +23,7 @@ from darts_server.exceptions import RETRY_SECONDS, QuotaReached
 
 JSON = "application/json"
 SLICE_BYTES = 64 * 1024
-"""Size of a slice, about as much as the web server buffers for a connection."""
+"""About as much as the web server buffers for a connection."""
 MAX_READERS = 64
 """Limit of connections of a key. As many batches are kept by default, and a trainer reads each batch once."""
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode a value as JSON. It may have arrays; NaN and infinity become null.
+    """Encode a value, which may have arrays. NaN and infinity become null.
 
     Integers of more than 64 bits are refused, so values that callers choose must be `msgspec.Raw`.
     """
@@ -110,7 +110,7 @@ class Readers:
 
     @contextmanager
     def count_connection(self) -> Iterator[None]:
-        """Count a connection of the caller while the block runs, or raise `QuotaReached`."""
+        """Count a connection while the block runs, or raise `QuotaReached`."""
         name = caller.get().name
         if self._open[name] >= self._limit:
             raise QuotaReached(

@@ -32,7 +32,6 @@ MAX_PARTS_AT_ONCE = 50_000
 MAX_VALUES_AT_ONCE = 1024 * 1024
 """Limit of values that are parsed while the event loop waits: the longest contexts have a million tokens."""
 MAX_NAME_CHARS = 100
-"""Limit of an unknown field's name in an error message."""
 UNKNOWN_FIELD = "unknown_field"
 
 # Several parsing threads would take the interpreter from the event loop in turns.
@@ -85,10 +84,7 @@ def limit_receive(
     limits: BodyLimits,
     caller: Caller | None = None,
 ) -> Receive:
-    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`.
-
-    The error is also kept in ``caller``, where the middleware finds it.
-    """
+    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`, and keeps the error in ``caller``."""
     content_length = Headers(scope=scope).get("content-length", "")
     announced_bytes = int(content_length) if content_length.isdecimal() else 0
     received_bytes = 0
@@ -125,7 +121,6 @@ def limit_receive(
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read a whole body; see `stream_body`."""
     body = BytesIO()
     async for chunk in stream_body(request, max_bytes):
         body.write(chunk)
@@ -150,7 +145,7 @@ async def stream_body(request: Request, max_bytes: int, stall_seconds: float = S
 
 
 async def parse_body(model: type[ModelT], body: bytes, list_field: str | None = None) -> ModelT:
-    """Parse a JSON body, a large body in a thread. Arguments and errors are those of `parse`."""
+    """Parse as `parse` does, a large body in a thread."""
     if len(body) <= INLINE_BYTES:
         return parse(model, body)
     return await anyio.to_thread.run_sync(
@@ -170,10 +165,7 @@ async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, *,
 
 
 def parse(model: type[ModelT], body: bytes, list_field: str | None = None) -> ModelT:
-    """Parse a JSON body.
-
-    Args:
-        list_field: the field with a list of bodies, if the model has such a list.
+    """Parse a JSON body. ``list_field``: the field with a list of bodies, if any.
 
     Raises:
         InvalidRequest: names the first invalid field, such as ``prompts[3].text``.
@@ -262,7 +254,6 @@ def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple
 
 
 def _check_small_enough(text: bytes) -> None:
-    # The event loop waits while this text is parsed.
     where = "in one prompt or reward, or in all other fields together"
     check_structure(text, MAX_PARTS_AT_ONCE, MAX_VALUES_AT_ONCE, where)
 

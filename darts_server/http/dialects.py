@@ -1,8 +1,7 @@
 """Routes and fields of trainers' own servers, as thin aliases of ours. ``--dialect`` enables them.
 
-An alias has the same checks, access rules and coordination as its original; the access stands in
-:mod:`darts_server.http.security.route_table`. Each trainer's section names the version and the files that were read
-(August 2026).
+An alias has the checks, access (in `route_table`) and coordination of its original. Each trainer's section names the
+version and the files that were read (August 2026).
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -58,7 +57,6 @@ class Controls:
 
         Args:
             path_field: name of the path's field in the request, for errors.
-            lora: name of the LoRA adapter.
             aborts_running: whether to abort running requests, unless the trainer has paused.
 
         Raises:
@@ -103,7 +101,7 @@ class LoraIn(Body):
 
 
 async def load_named_lora(controls: Controls, request: Request) -> str:
-    """Serve the LoRA adapter that a request in the form of `LoraIn` names, and return its name."""
+    """Serve the LoRA adapter of a `LoraIn` request, and return its name."""
     body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
     await controls.load_weights("lora_path", body.lora_path, lora=body.lora_name)
     return body.lora_name
@@ -318,11 +316,7 @@ class CompletionTokenIds:
     """Add ``nvext`` to the answer of a completions request with ``nvext``."""
 
     def prepare_request(self, request: Any) -> None:
-        """Check a parsed request to a generation route of vLLM, and request its token ids.
-
-        Raises:
-            InvalidRequest
-        """
+        """Request token ids for a parsed generation request, or raise `InvalidRequest`."""
         nvext = getattr(request, "nvext", None)
         if nvext is None:
             return

@@ -34,7 +34,7 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
 }
 
 SESSION_OVER = "darts_session_over"
-"""Type of the error of a request to a session that is over, whatever its status."""
+"""Type of errors of a session that is over, whatever their status."""
 # vLLM's names for the statuses. OpenAI's names where vLLM has no name.
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",

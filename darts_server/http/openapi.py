@@ -25,7 +25,6 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer, "description": "The request is invalid or refused. Nothing was changed."},
     "5XX": {"model": ErrorAnswer, "description": "The server or its engine failed, or is stopping."},
 }
-"""Error responses of every route."""
 BEARER = HTTPBearer(auto_error=False, description="An API key of the server.")
 BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 

@@ -27,7 +27,7 @@ HEADERS = {
     "x-darts-session": "session",
     "x-darts-on-stop": "on_stop",
 }
-"""Option of each request header. `GROUP` may have the group's size too."""
+"""`GROUP` may have the group's size too."""
 GROUP_PARTS = {"id": "group_id", "size": "group_size"}
 XARG_PREFIX = "darts_"
 OTHER_PLACES = {
@@ -111,11 +111,7 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
 
 
 def validate_option(option: str, value: object, where: str) -> str | int:
-    """Return the valid value of an option. A size may be a string or a float.
-
-    Raises:
-        InvalidRequest: about ``where``, a header or argument.
-    """
+    """Return the valid value. A size may be a string or a float. ``where`` names the place in `InvalidRequest`."""
     if option == "group_size":
         size = _parse_whole_number(value)
         if size is not None and 1 <= size <= MAX_GROUP_SIZE:

@@ -28,7 +28,7 @@ METRICS = "/metrics"
 MAX_PENDING = 8
 """Limit of different pending answers. Callers choose the query and the headers that make answers differ."""
 PAUSE_FACTOR = 4.0
-"""Pause after an answer, as a multiple of the seconds that it took."""
+"""Pause after an answer, as a multiple of its seconds: answers take at most a fifth of the event loop's time."""
 
 
 def create_router(
@@ -68,8 +68,7 @@ def create_router(
 class SharedAnswers:
     """ASGI app that makes one answer for all requests that wait for the same answer.
 
-    An answer is made after its requests have arrived, so it is never older than a request. Under many requests, making
-    answers takes at most a fifth of the event loop's time.
+    An answer is made after its requests have arrived, so it is never older than a request.
 
     Args:
         varies: whether the answer depends on the path, the query and the header ``Accept``, and not on gzip alone.
@@ -111,7 +110,7 @@ class SharedAnswers:
 
         async with self._one_at_a_time:
             await asyncio.sleep(self._not_before - time.monotonic())
-            # Requests that come from now on must not get this answer, which would be older than they are.
+            # Later requests must not get this answer, which would be older than they are.
             del self._pending[key]
             begin = time.monotonic()
             try:

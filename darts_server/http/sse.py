@@ -22,10 +22,9 @@ AppStatus.enable_automatic_graceful_drain = False
 
 
 class EventStream(EventSourceResponse):
-    """Respond with encoded events.
+    """Makes the next chunk of ``content`` when the previous chunk was sent, and sends large chunks in slices.
 
-    The next chunk of ``content`` is made when the previous chunk was sent, and large chunks are sent in slices. So
-    neither events nor bytes queue for a slow reader.
+    So neither events nor bytes queue for a slow reader.
 
     Args:
         reader: entered while the response is sent.

@@ -1,5 +1,3 @@
-"""Tokens and log-probs of an answer as tensors, in the form of a safetensors file."""
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,9 +20,9 @@ F32 = np.dtype("<f4")
 class TokenTensors:
     """Rows of tokens of any lengths, and the answer that refers to rows by their numbers.
 
-    The file has the tensors `offsets` (int64, [rows + 1]), `token_ids` (int32), `logprobs` (float32) and `answer`
-    (uint8, JSON). Row i is from offset i to offset i + 1. Rows without log-probs have NaN; `logprobs` is left out if no
-    row has log-probs. The rows are converted while they are sent.
+    The safetensors file has the tensors `offsets` (int64, [rows + 1]), `token_ids` (int32), `logprobs` (float32) and
+    `answer` (uint8, JSON). Row i is from offset i to offset i + 1. Rows without log-probs have NaN; `logprobs` is left
+    out if no row has log-probs. The rows are converted while they are sent.
     """
 
     answer: bytes = b""
@@ -37,7 +35,7 @@ class TokenTensors:
         return len(self._token_ids) - 1
 
     def response(self, cleanup: ExitStack) -> ClosingResponse:
-        """Create a response with the file. ``cleanup`` is closed when the file was sent."""
+        """``cleanup`` is closed when the file was sent."""
         header, tensor_bytes = self._encode_header()
         # The chunks are made in the event loop: a hop to a thread takes longer than a chunk.
         parts = with_turns_between(self.encode_in_chunks())
@@ -66,7 +64,7 @@ class TokenTensors:
                 yield logprobs
 
     def _encode_header(self) -> tuple[bytes, int]:
-        """Return the header of the file, and the number of bytes of all tensors after it."""
+        """Return the file's header, and the number of bytes after it."""
         num_tokens = sum(map(len, self._token_ids))
         # Larger types stand first, so that all values are aligned.
         layout = [("offsets", "I64", 8, len(self._token_ids) + 1), ("token_ids", "I32", 4, num_tokens)]

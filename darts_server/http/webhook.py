@@ -21,16 +21,11 @@ Message = dict[str, str | None]
 
 
 class Webhook:
-    """Posts each event as JSON, in the background, at most `TRIES` times.
-
-    Args:
-        url: of the receiver.
-        transport: replaces the network in tests.
-    """
+    """Posts each event as JSON, in the background, up to `TRIES` times. ``transport``: for tests."""
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.dropped = 0
-        """Number of events that the receiver did not get."""
+        """Events that the receiver did not get."""
         self._url = url
         self._transport = transport
         self._waiting: asyncio.Queue[Message] = asyncio.Queue(MAX_WAITING)

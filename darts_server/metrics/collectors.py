@@ -1,7 +1,6 @@
-"""Base class of our metrics, and the metrics of the event loop, refused requests and weight updates.
+"""Our metrics are in Prometheus' default registry, so vLLM's ``/metrics`` serves them.
 
-The metrics are in Prometheus' default registry, so vLLM's ``/metrics`` serves them. Every metric has the label
-``model_name``.
+Every metric has the label ``model_name``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +27,7 @@ Reads = Mapping[str, Callable[..., float | None]]
 """Functions by metric that are called at each scrape with the values of the labels. ``None`` means unknown."""
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Described = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
-"""Help text and labels of metrics by name. Each label has all its values."""
+"""Help text and labels by metric. Each label has all its values."""
 
 ENGINE_GAUGES: Described = {
     "darts_engines_up": ("Engines that take requests.", {}),
@@ -120,7 +119,6 @@ class Collectors:
     def _create_read_metrics(self, described: Described, reads: Reads, family: Family = GaugeMetricFamily) -> None:
         for name, (text, labels) in described.items():
             metric = ReadMetric(family(name, text, labels=("model_name", *labels)), self._registry)
-            # A series for each combination of the labels' values.
             for values in product(*labels.values()):
                 metric.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
@@ -147,8 +145,6 @@ def _label_value(value: object) -> str:
 
 
 class ServingMetrics(Collectors):
-    """Measure the event loop, and read `ENGINE_GAUGES` and `ENGINE_TOTALS`."""
-
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._create_read_metrics(ENGINE_GAUGES, reads)

@@ -1,5 +1,3 @@
-"""Metrics of pruning by quality: scores, decisions, labels, and the training of the quality head."""
-
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from darts_server.metrics.collectors import BOOLEANS, Collectors, Described, Reads

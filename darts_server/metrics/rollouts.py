@@ -1,5 +1,3 @@
-"""Metrics of groups: candidates, tokens, lengths, deadlines, budgets, rewards and votes."""
-
 from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -13,7 +11,7 @@ LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192,
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
 SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 STEP_SIZES = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running sequences at which the latency curve is exported."""
+"""Numbers of running sequences for the latency curve."""
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
@@ -52,7 +50,6 @@ TOTALS: Described = {
         {},
     ),
 }
-"""Counters that read their values at each scrape."""
 DEADLINE_GAUGES = {
     "darts_deadline_lost_share": (
         "Share of correct answers that the policy's deadlines discard, where rewards were reported."

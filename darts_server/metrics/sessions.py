@@ -1,5 +1,3 @@
-"""Metrics of sessions of agents."""
-
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from darts_server.metrics.collectors import Collectors, Described, Reads

@@ -1,5 +1,3 @@
-"""Metrics of verifiers."""
-
 from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter

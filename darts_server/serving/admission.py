@@ -1,4 +1,4 @@
-"""Admission of requests: how many candidates may wait for the engine, and how many each key may have in flight.
+"""Limits of the candidates that wait for the engine, and that each key has in flight.
 
 Nothing awaits between a check and its count, so requests that arrive together cannot pass the same check.
 """
@@ -15,8 +15,7 @@ from darts_server.exceptions import RETRY_SECONDS, DartsError, InvalidRequest, O
 
 QUEUE_ROUNDS = 64
 MIN_QUEUE = 65_536
-"""The default queue has 64 times the candidates that run at once, at least 65,536, because trainers send all prompts of
-a step at once."""
+"""The default queue has 64 rounds of the engine's capacity, because trainers send all prompts of a step at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +40,17 @@ class Ticket:
         self._admission = admission
         # Name of the caller's key, or None for an administrator or without a key.
         self._limited_key = limited_key
-        # The request that was admitted, or None if `split` made the ticket.
+        # None if `split` made the ticket.
         self._request = request
         self._is_released = False
         self.candidates = 0
-        # Candidates that the engine does not have yet.
         self._not_in_engine = 0
         if request is not None:
             admission.unanswered_requests += 1
         self._add(candidates)
 
     def resize(self, candidates: int, field: str = "n") -> None:
-        """Change the number of candidates.
-
-        Raises:
-            Overloaded, QuotaReached, InvalidRequest: see `Admission.admit`; nothing was changed.
-        """
+        """Change the number of candidates, or raise an error of `Admission.admit` and change nothing."""
         added = candidates - self.candidates
         if added > 0:
             in_request = 0
@@ -104,8 +98,7 @@ class Ticket:
         self.release()
 
     def _add(self, candidates: int) -> None:
-        """Add candidates, or drop candidates if the number is negative."""
-        # Candidates that the engine does not have yet are dropped first.
+        # A negative number drops candidates, first candidates that the engine does not have yet.
         self._change_counts(candidates, max(candidates, -self._not_in_engine))
 
     def _change_counts(self, candidates: int, not_in_engine: int) -> None:

@@ -1,5 +1,3 @@
-"""Bounded storage of all callers. No caller loses entries to a caller that has more."""
-
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
@@ -25,12 +23,9 @@ class _OwnerEntries(Generic[K, V]):
 class FairCache(Generic[K, V]):
     """The newest entries of all owners together.
 
-    At a limit, the owner that has the most entries (at the weight limit: the most weight) loses its oldest entry. Among
-    equals, the name that sorts last loses. Callers without a key are one owner. Operations take O(log n) comparisons.
-
-    Args:
-        limit: maximum number of entries.
-        weight_limit: maximum sum of their weights, in any unit.
+    At a limit, the owner that has the most entries (at the weight limit: the most weight, in any unit) loses its oldest
+    entry. Among equals, the name that sorts last loses. Callers without a key are one owner. Operations take O(log n)
+    comparisons.
     """
 
     def __init__(self, limit: float, weight_limit: float = inf) -> None:
@@ -44,7 +39,7 @@ class FairCache(Generic[K, V]):
         self._weight_ranking: list[tuple[int, str]] = []
 
     def entries_of(self, owner: str | None) -> Mapping[K, V]:
-        """Return the entries of an owner, oldest first."""
+        """Return entries, oldest first."""
         owned = self._by_owner.get(owner or "")
         return owned.entries if owned else {}
 
@@ -92,7 +87,6 @@ class FairCache(Generic[K, V]):
         return self._drop_excess(inf, weight_limit, None)
 
     def _drop_excess(self, limit: float, weight_limit: float, owner_of_newest: str | None) -> list[tuple[K, V]]:
-        """Drop and return entries beyond the limits, but keep the entry that was just added."""
         dropped: list[tuple[K, V]] = []
         while self.size > limit or self.weight > weight_limit:
             ranking = self._size_ranking if self.size > limit else self._weight_ranking
@@ -114,7 +108,6 @@ class FairCache(Generic[K, V]):
         added: int,
         added_weight: int,
     ) -> None:
-        """Update totals and rankings after an owner's entries changed. The numbers may be negative."""
         size = len(owned.entries)
         weight = owned.total_weight + added_weight
         _move_in_ranking(self._size_ranking, name, size - added, size)

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Count the work inside, and hold new work back while the gate is closed.
+    """Counts the work inside, and holds new work back while closed.
 
-    A request of a group counts twice. The request counts because no update may begin while it waits for its allocation,
-    and the group because it may outlive the request.
+    A request of a group counts twice: as a request, because no update may begin while it waits for its allocation, and
+    as a group, which may outlive the request.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Gate:
             self.leave()
 
     async def wait_open(self) -> None:
-        # The gate may have been closed again before this task runs. After `fail` no work waits.
+        # The gate may have been closed again before this task runs.
         while self._failure is None and not self._opened.is_set():
             await self._opened.wait()
 

@@ -1,5 +1,3 @@
-"""Measurement of how late the event loop is."""
-
 import asyncio
 import logging
 import sys
@@ -30,12 +28,7 @@ def watch_loop(
     """Measure the delay of a timer on the running event loop, and log the loop's stack while the timer is late.
 
     A thread takes the stack at the first moment after ``late`` seconds at which the interpreter is free. A call into C
-    code that keeps the interpreter shows as the line that made the call.
-
-    Args:
-        report_delay: gets each delay in seconds.
-        interval: seconds between two measurements.
-        late: seconds of delay from which on the stack is logged.
+    code that keeps the interpreter shows as the line that made the call. Times are in seconds.
     """
     loop = asyncio.get_running_loop()
     loop_thread = threading.get_ident()

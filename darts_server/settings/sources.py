@@ -15,7 +15,7 @@ from darts_server.exceptions import InvalidRequest, InvalidSetting
 from darts_server.settings.fields import ENV_PREFIX, RUNTIME, Dialect, Settings
 
 RUNTIME_NAMES = [name for name, field in Settings.model_fields.items() if RUNTIME in field.metadata]
-"""Names of the settings that can change while the server runs."""
+"""Settings that can change while the server runs."""
 
 
 # --- at start -----------------------------------------------------------------
@@ -55,9 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, str | list[str] | None], config: str | None) -> Settings:
-    """Load settings from flags, the environment and the TOML file ``config``.
-
-    ``flags``: values by setting, a list if the flag may be repeated; None if not given.
+    """Load settings. ``flags``: values by setting, a list if the flag may be repeated; None if not given.
 
     Raises:
         InvalidSetting: names the key, the value and the allowed values.
@@ -125,7 +123,7 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
     except ValidationError as invalid:
         error: Any = invalid.errors()[0]
         message = _message_of(error)
-        # An error of a combination of settings has no location, and names the settings in its text.
+        # An error of a combination names the settings in its text.
         if not error["loc"]:
             named = [name for name in patch if name in message]
             name = named[0] if named else next(iter(patch))
@@ -143,7 +141,7 @@ def flag_of(name: str) -> str:
 
 
 def help_of(field: FieldInfo) -> str:
-    """Return the help text of a setting: description, range and default."""
+    """Return the description, range and default of a setting."""
     parts = [str(field.description)]
     minimum = None
     maximum = None
@@ -169,7 +167,6 @@ METAVARS: dict[Any, str] = {
     tuple[str, ...]: "SPEC",
     SecretStr | None: "KEY",
 }
-"""Placeholders by the type of a setting."""
 
 
 def metavar_of(name: str, field: FieldInfo) -> str:

@@ -45,6 +45,5 @@ def add_routes(api: APIRouter) -> None:
 
     @api.get("/darts", include_in_schema=False)
     async def slashless() -> Response:
-        """Redirect to the page."""
         # A relative address works behind a proxy that adds a prefix to the path.
         return RedirectResponse("darts/")

@@ -26,12 +26,9 @@ SEND_A_KEY = "send the header Authorization: Bearer KEY, with a key of this serv
 LOCAL_NAME = "localhost"
 ANY = "*"
 MAX_SHOWN_CHARS = 100
-"""Limit of characters of a header in an error message."""
 
 
 class RouteAccess(Enum):
-    """Who may call a route."""
-
     PUBLIC = "public"
     """Everyone."""
     USE = "use"
@@ -46,8 +43,6 @@ class RouteAccess(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Origin of a request."""
-
     address: str
     """Address of the caller; empty if unknown, as on a Unix socket."""
     host: str | None = None
@@ -138,11 +133,7 @@ class Sites:
         self._origins = set(origins)
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Check a request. A request without the headers does not come from a browser.
-
-        Raises:
-            Forbidden
-        """
+        """Check a request, or raise `Forbidden`. A request without the headers does not come from a browser."""
         # A browser sends requests for every page that it shows, but only a page's own site may read the answers. If the
         # owner of a name lets the name point at this server (DNS rebinding), the server is that site. So only the
         # server's own names are allowed. An IP address needs no check, because no DNS record changes its target.
@@ -154,7 +145,6 @@ class Sites:
                     "IP address, or start it with --allowed-hosts NAME"
                 )
 
-        # The page must be allowed, or of this machine, or of the server itself.
         if origin is None or ANY in self._origins or origin in self._origins or is_loopback(host_of(origin)):
             return
         origin_host = origin.partition("://")[2].lower()
@@ -167,14 +157,11 @@ class Sites:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Checks callers."""
-
     keys: Keys = field(default_factory=Keys)
     """Keys for routes that do not change the server. If there are none, these routes need no key."""
     admin_keys: Keys = field(default_factory=Keys)
     """Keys for every route."""
     allow_dangerous: bool = False
-    """Whether admins may call dangerous routes."""
     sites: Sites = field(default_factory=Sites)
     """Checks callers without a key, because a web page may have sent their requests."""
 
@@ -199,11 +186,7 @@ class Access:
         key: bytes | None,
         sender: Sender,
     ) -> Caller:
-        """Check a request, and return its caller. ``request_line``: method and path, for messages.
-
-        Raises:
-            Unauthorized, Forbidden
-        """
+        """Return the caller, or raise `Unauthorized` or `Forbidden`. ``request_line``: method and path."""
         if access is RouteAccess.PUBLIC:
             return Caller()
         if access is RouteAccess.DANGEROUS and not self.allow_dangerous:
@@ -262,7 +245,6 @@ def host_of(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name stands for this machine."""
     address = _parse_address(host)
     if address is None:
         return host == LOCAL_NAME

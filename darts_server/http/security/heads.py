@@ -31,7 +31,7 @@ _MESSAGES = {
 
 
 class _Refused(Exception):
-    """The request that is being parsed is refused."""
+    """The request that is being parsed is refused. uvicorn answers by `send_400_response`."""
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -73,7 +73,6 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         if len(self.pipeline) >= MAX_PIPELINED:
-            # uvicorn answers by `send_400_response`.
             self._refusal = HTTPStatus.TOO_MANY_REQUESTS
             raise _Refused
         super().on_message_begin()
@@ -91,7 +90,6 @@ class LimitedHttp(HttpToolsProtocol):
         self._bytes_since_callback = 0
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
-            # uvicorn answers by `send_400_response`.
             self._refusal = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             raise _Refused
 
@@ -121,7 +119,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        # uvicorn calls this for all errors of the parser, and for `_Refused`.
+        # uvicorn also calls this for all errors of the parser.
         if self._refusal is HTTPStatus.BAD_REQUEST:
             super().send_400_response(msg)
         else:

@@ -40,11 +40,11 @@ SESSION_END = re.compile(re.escape(SESSIONS) + "[^/]+:end")
 GROUP_ID = "X-Darts-Group-Id"
 SESSION_HEADER = "X-Darts-Session"
 SESSION_STATE_KEY = "darts_session_state"
-"""Key of a request's state with the state of the session that it was a turn of."""
+"""Key in a request's state: the state of the session."""
 MAX_CLOSE_REASON = 123
 """Bytes that a WebSocket may give as the reason for its end (RFC 6455, 5.5)."""
 GROUP_STATE_KEY = "darts_group_id"
-"""Key of a request's state with the id of its groups, if the request was shaped."""
+"""Key in a request's state: the id of its groups, if the request was shaped."""
 
 # Compiled as by the router, so that no spelling of a path matches another route there.
 _ROUTES = [
@@ -98,7 +98,6 @@ class SecurityMiddleware:
             await self._refuse(error, scope, receive, send)
             return
 
-        # Limit the body.
         if scope["type"] == "http" and not has_own_limits:
             receive = limit_receive(scope, receive, self.limits, request_caller)
 

@@ -6,7 +6,6 @@ A route that is missing here is for admins only. A test builds the whole app, an
 from darts_server.http.security.access import RouteAccess
 
 ANY = "*"
-"""Any method."""
 
 PUBLIC = {
     # Probes send no key. SageMaker calls /ping.

@@ -1,5 +1,3 @@
-"""Give the turns of a session their usual routes: a session's base URL has vLLM's generation routes below it."""
-
 import re
 
 from starlette._utils import get_route_path
@@ -21,7 +19,7 @@ TURN_PATHS = frozenset(
 """Routes that a session's URL and a session's key open."""
 SESSIONS = "/darts/v1/sessions/"
 SESSION_KEY = "darts_session"
-"""Key of a request's state with the id of the session that its URL names."""
+"""Key in a request's state: the id of the session that its URL names."""
 _PATH = re.compile(re.escape(SESSIONS) + r"([^/:]+)(/.+)")
 
 
