@@ -20,7 +20,7 @@ from darts_server.types import GONE, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class SavedEnd:
-    """How a candidate finished, for the disk. The engine's own output is not saved."""
+    """The end of a candidate, for the disk. The engine's own output is not saved."""
 
     finish_reason: FinishReason
     text: str
@@ -71,9 +71,8 @@ class CandidateHistory:
     version_start: int | None = None
     version_end: int | None = None
     earlier_spans: VersionSpans = ()
-    """Weight versions of tokens before the last change of weights."""
+    """Versions of tokens before the last change of weights."""
     resumed: int = 0
-    """Number of carried tokens."""
 
     def mark_started(self, now: float, weight_version: int, carried: CarriedCandidate[OutputT]) -> None:
         self.started_at = now
@@ -82,7 +81,7 @@ class CandidateHistory:
         self.resumed = carried.tokens
 
     def version_spans(self, tokens: int, weight_version: int) -> VersionSpans:
-        """Return the spans of all tokens. ``weight_version``: for a candidate that still runs."""
+        """``weight_version``: present version, for a candidate that still runs."""
         if self.version_start is None:
             return ()
         version = weight_version if self.version_end is None else self.version_end
@@ -91,25 +90,23 @@ class CandidateHistory:
 
 @dataclass(slots=True, eq=False)
 class CandidateRun(Generic[RequestT, OutputT]):
-    """A candidate on the engine, from its request to its output."""
-
     state: Candidate
     request: RequestT
     has_own_request: bool
     number: int
-    """Index among the candidates of the same request."""
+    """Index among candidates of the same request."""
     carried: CarriedCandidate[OutputT]
     output: asyncio.Future[OutputT]
     result: CandidateResult[OutputT] | None = None
-    """Result, in groups that may be carried over."""
+    """Set in groups that may be carried over."""
     aborted: bool = False
-    """Whether the group was aborted, and returns the partial output."""
+    """Whether the aborted group returns the partial output."""
     aborting_callers: list[asyncio.Future[OutputT]] = field(default_factory=list)
-    """Callers that have aborted this candidate's request alone, and wait for its output."""
+    """Callers that have aborted this request alone, and wait for the partial output."""
     is_streamed: bool = False
-    """Whether tokens were read while it ran."""
+    """Whether tokens were read before the end."""
     tokens_at_stop: int | None = None
-    """Number of tokens when the engine stopped or ended the candidate."""
+    """Number of tokens at the stop or end on the engine."""
     history: CandidateHistory = field(default_factory=CandidateHistory)
 
 
@@ -140,13 +137,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self.running: dict[int, RunningCandidate[OutputT]] = {}
         """Candidates by index. Stopped candidates stay until the engine has answered."""
         self.finish_times: list[float] = []
-        """Ends of the finished candidates since the last restart."""
+        """Times since the last restart."""
         self.own_requests: deque[RequestT] = deque()
         """Requests of the next candidates, in place of the group's request."""
         self.carried = list(reversed(carried))
         """Tokens that the next candidates resume from, in reverse order."""
         self.tokens_until_check = NOTHING_DUE
-        """Fewest tokens, at the last `poll`, that a candidate needed to reach its `Group.check_at`."""
+        """Fewest tokens that a candidate needed at the last `poll` to reach its `Group.check_at`."""
         self.scorer: GroupScorer | None = None
         pruning = spec.plan.shaping.pruning
         if pruning is not None:
@@ -209,7 +206,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Keep requests for the next candidates, and drop carried tokens."""
         self.own_requests.extend(c.request for c in self.candidates if c.state.is_alive and c.has_own_request)
         self.finish_times.clear()
-        # Carried tokens may be too old for the new weights, also if their candidate has not started yet.
+        # Carried tokens may be too old for the new weights.
         self.carried.clear()
         for candidate in self.candidates:
             candidate.carried = NEW
@@ -271,7 +268,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 continue
             carried = candidate.carried
             result = candidate.result
-            # A candidate that never reached the engine keeps the tokens that it was carried over with.
+            # A candidate that never reached the engine keeps its carried tokens.
             if result is not None:
                 carried = CarriedCandidate(
                     prefix=copy_to_arrays(self._engine.tokens_from(result.output, 0)),
@@ -293,7 +290,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.history.version_end = self._engine.weight_version
 
     def cut(self, index: int, tokens: int) -> None:
-        """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
+        """Keep the first ``tokens`` tokens of a candidate, and stop it if it runs."""
         candidate = self.candidates[index]
         if not candidate.output.done():
             # `_handle_result` truncates the output of a running candidate.
@@ -320,7 +317,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if candidate.state.index in self.running:
             self._stop_on_engine(candidate)
         else:
-            # The candidate still waits for its turn to start.
+            # The candidate waits for its start.
             self._on_events(Lost(candidate.state.index, by_caller=True))
             self._answer_without_tokens(candidate)
 
@@ -351,7 +348,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 if self._first_round is not None and index > 0:
                     await self._first_round.wait()
                 await self._start_queue.wait_for_candidate(carried.tokens)
-                # The group may have stopped the candidate while it waited.
+                # The candidate may have been stopped while it waited.
                 if not state.is_running:
                     self._leave_queue(index)
                     self._return_carried_tokens(candidate)
@@ -381,7 +378,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     if self.scorer is not None:
                         events += self.scorer.begin_reporting(index)
                     self._on_events(*events)
-                # The group may have stopped the candidate while the engine started it, or on these events.
+                # The candidate may have been stopped during the start, or on these events.
                 if not state.is_running:
                     self._stop_on_engine(candidate)
 
@@ -408,7 +405,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._fail_output(candidate, error)
             self._on_bug(error)
         finally:
-            # Callers have no answer yet if the candidate failed, or was stopped before it reached the engine.
+            # Callers have no answer if the candidate failed, or never reached the engine.
             self._answer_without_tokens(candidate)
 
     def _leave_queue(self, index: int) -> None:
@@ -446,7 +443,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         carried: CarriedCandidate[OutputT],
         order: float,
     ) -> CandidateResult[OutputT]:
-        # The lost candidate had reached the cut, so a candidate that ends earlier cannot replace it.
+        # A candidate that ends before the cut cannot replace the lost candidate.
         index = candidate.state.index
         for _ in range(MAX_TRIES):
             running = await self._engine.start(
@@ -482,7 +479,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._stop_on_engine(candidate)
 
     def _finish_carried(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Report a candidate that finished before its group was carried over, without the engine."""
+        """Report a candidate that had finished before its group was carried over."""
         carried = candidate.carried
         # After a restart of the server, only the saved end is known.
         result = carried.result
@@ -543,17 +540,17 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     caller.set_result(result.output)
 
     def _return_carried_tokens(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Set the output of an aborted candidate that did not start: its carried tokens."""
+        """Answer with the carried tokens if the candidate was aborted before its start."""
         if not candidate.aborted:
             return
         carried = candidate.carried
         if carried.last_version is not None:
-            # The record shows the carried tokens with their versions, as if the candidate had started.
+            # The record shows the carried tokens, as if the candidate had started.
             candidate.history.mark_started(self._clock(), carried.last_version, carried)
         candidate.output.set_result(self._engine.aborted_output(candidate.request, carried.prefix))
 
     def _fail_output(self, candidate: CandidateRun[RequestT, OutputT], error: Exception) -> None:
         if not candidate.output.done():
             candidate.output.set_exception(error)
-            # This marks the error as retrieved, because the caller may have left.
+            # Mark the error as retrieved: the caller may have left.
             candidate.output.exception()

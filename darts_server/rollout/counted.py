@@ -12,9 +12,9 @@ from darts_server.serving.fair_cache import FairCache
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
-"""Maximum requests per seat: requests that left may be sent again."""
+"""Requests per seat: requests that left may be sent again."""
 MAX_IDLE = 4096
-"""Maximum groups that wait for further requests without a running request: four steps of 1,024 groups."""
+"""Groups that wait for requests without a running request: four steps of 1,024 groups."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Member:
     """None while the request waits for the engine."""
     version_start: int | None = None
     spans: VersionSpans = ()
-    """Weight versions of tokens before the last change of weights."""
+    """Versions of tokens before the last change of weights."""
     record: CandidateRecord | None = None
 
     def start(self) -> None:
@@ -50,7 +50,7 @@ class Member:
         self._end(len(token_ids), reason, None)
 
     def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
-        """End the request without a trajectory, if it runs. ``tokens``: tokens that the caller got."""
+        """End a running request without a trajectory. ``tokens``: tokens that the caller got."""
         if self.record is None:
             self._end(max(tokens, self.count_tokens()), None, reason)
 
@@ -122,7 +122,7 @@ class _CountedGroup:
         registry = self.registry
         is_full = self.taken_seats == self.size
         if not (is_full or self.ends_when_idle or self.has_used_replacements):
-            # Wait for further requests. If too many groups wait, the oldest groups end.
+            # If too many groups wait, the oldest groups end.
             for dropped, _ in registry.idle_groups.put(self.owner, self, None):
                 dropped.expire()
             return
@@ -132,8 +132,8 @@ class _CountedGroup:
             self.timer.cancel()
         returned = sum(record.selected_as is not None for record in records)
         outcome = Outcome.COMPLETED
-        # A group that lacks trajectories is not complete, because statistics must not learn the lengths of a part.
-        # Seats that no request has taken do not count.
+        # Statistics must not learn the lengths of a part of the trajectories. Seats that no request has taken do not
+        # count.
         if returned < min(self.size, len(records)):
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
@@ -161,13 +161,9 @@ class _CountedGroup:
 class CountedGroups:
     """Counts groups of single requests that are not shaped, and that the engine serves without us.
 
-    A group gives its requests one record, so that rewards, statistics and placement work as for shaped groups. No
-    request
+    A group gives its requests a record, so that rewards, statistics and placement work as for shaped groups. No request
     waits for other requests. A group ends when it is full and all its requests have finished, or when no request runs
-    and
-    no further request has arrived for a while. A request that is aborted, or whose caller disconnects, leaves its seat
-    to
-    another request.
+    and no further request has arrived for a while. A request without a trajectory leaves its seat to another request.
 
     Args:
         report_group_closed, timeout, named_timeout: see `GroupJoiner`.

@@ -30,9 +30,9 @@ from darts_server.serving.admission import Ticket
 logger = logging.getLogger(__name__)
 
 WINDOW = 64
-"""Number of recent groups that are checked for missing requests."""
+"""Recent groups that are checked for missing requests."""
 OFTEN = 0.25
-"""Share of groups with missing requests at which a warning is logged, once."""
+"""Share of groups with missing requests that is logged, once."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Seat(Generic[RequestT, OutputT]):
     output: OutputT | None = None
     is_answered: bool = False
     has_aborted: bool = False
-    """Whether the caller gets the partial output of its own candidate, and leaves."""
+    """Whether the caller gets its own candidate's partial output, and leaves."""
 
     def assign(self, output: OutputT) -> None:
         self.output = output
@@ -57,8 +57,8 @@ class GroupJoiner(Generic[RequestT, OutputT]):
 
     Args:
         timeout: seconds without a further request after which a group is closed early.
-        named_timeout: the same for groups with a name. A pool of trajectories may send the next request of a group only
-            when another trajectory has ended.
+        named_timeout: for groups with a name. A pool may send a group's next request only when another trajectory has
+        ended.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self.groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
         """Running groups, by join key."""
         self.draining = False
-        """Whether the server stops, so that groups neither wait for requests nor start extra candidates."""
+        """Whether groups neither wait for requests nor start extra candidates, because the server stops."""
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
@@ -92,7 +92,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         )
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
-        """Join a request to a group, and return its trajectory. ``on_join`` is called with the group's id.
+        """Return a trajectory of the request's group. ``on_join`` is called with the group's id.
 
         Raises:
             EngineError: error of the last failed candidate, if too few candidates could finish.
@@ -105,8 +105,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             output = await seat.caller
             seat.is_answered = not seat.has_aborted
         finally:
-            # The caller has disconnected, or has the partial output of its own candidate: another caller may take the
-            # seat.
+            # The caller has disconnected or has a partial output, so another caller may take the seat.
             if not seat.is_answered:
                 seat.caller = None
                 seat.has_aborted = False
@@ -117,10 +116,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
-        """Answer a waiting request with the partial output of its own candidate.
-
-        Its seat may still get a trajectory, for a late caller.
-        """
+        """Answer a waiting request with its own candidate's partial output. A late caller may take its seat."""
         for group in self._all_groups():
             if group.run.has_ended:
                 continue
@@ -249,7 +245,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     # --- the group's own task -----------------------------------------------
 
     async def _answer_callers(self) -> None:
-        """Wait until the group is closed, and give each trajectory to a random seat."""
+        """Give each trajectory to a random seat."""
         rng = random.Random()
         try:
             await self.closed.wait()
@@ -273,7 +269,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             self._remove()
 
     async def _start_extra_candidates(self) -> None:
-        """Set the group's size to the number of its seats, and start the extra candidates."""
+        """Set the group's size to its seats, and start the extra candidates."""
         plan = self._first_request.plan
         is_full = len(self.seats) == plan.size
         if not is_full:
@@ -293,20 +289,19 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         candidate = candidates[trajectory.index]
         if not candidate.aborted:
             return free_seats
-        # An aborted trajectory answers the caller whose candidate it was, unless that caller already has another
-        # candidate's trajectory.
+        # An aborted trajectory answers its own candidate's caller, unless the caller already has a trajectory.
         if candidate.has_own_request:
             for seat in free_seats:
                 if seat.request is candidate.request:
                     return [seat]
-        # Otherwise it takes no seat whose own candidate was aborted, because that candidate answers the caller.
+        # Otherwise it takes no seat whose own aborted candidate answers the caller.
         aborted_requests = [c.request for c in candidates if c.aborted or c.aborting_callers]
         other_seats = [seat for seat in free_seats if not any(seat.request is request for request in aborted_requests)]
         return other_seats or free_seats
 
     def _remove(self) -> None:
-        # The group's task calls this when it ends. A task that is cancelled before its first step does not, so
-        # `stop_if_no_caller_waits` calls it, too.
+        # Called by the group's task, and by `stop_if_no_caller_waits`: a task that is cancelled before its first step
+        # runs no cleanup.
         if self._is_removed:
             return
         self._is_removed = True

@@ -176,7 +176,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         return self.engine.drafts_from_siblings and not self.engine.has_priorities
 
     def make_starting_order(self, prompt_key: str | None) -> StartingOrder:
-        """Return the order of the candidates of a request that arrives now."""
+        """Return the order for a request that arrives now."""
         if not self.engine.has_priorities:
             return lambda _: 0.0
         now = self._context.clock()
@@ -185,8 +185,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             expected_tokens = prompt_stats.mean_ema
         else:
             expected_tokens = self.statistics.dataset.stats.mean or 0.0
-        # Each expected token counts as seconds of waiting, so the longest candidates start first, unless others have
-        # waited for long.
+        # The longest candidates start first, unless others have waited for long.
         return lambda carried_tokens: now - TOKEN_SECONDS * max(expected_tokens, carried_tokens)
 
     # --- running groups -----------------------------------------------------

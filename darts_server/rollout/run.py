@@ -101,7 +101,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._on_end = on_end
         self._is_closed = False
 
-        # Survival and tail have a generator each, so that pruning does not change the sampled tail.
+        # Survival has a generator of its own, so that pruning does not change the sampled tail.
         survival_rng = None
         if spec.plan.shaping.prunes:
             survival_rng = np.random.default_rng(np.random.SeedSequence(spec.tail_seed, spawn_key=SURVIVAL_STREAM))
@@ -139,13 +139,13 @@ class GroupRun(Generic[RequestT, OutputT]):
     # --- driving the group --------------------------------------------------
 
     def add_candidate(self, request: RequestT) -> None:
-        """Start a candidate with a request of its own, before the group's size is known."""
+        """Start a candidate with its own request, before the group's size is known."""
         self.runner.own_requests.append(request)
         self._apply_decisions(self._group.add_candidate())
 
     def open(self, rule: SelectionRule, allocation: Allocation) -> None:
-        """Set the selection rule, join the cohort, and start the missing candidates of the allocation."""
-        # The group may have failed while its requests were being collected.
+        """Join the cohort, and start the missing candidates of the allocation."""
+        # The group may have failed while its requests were collected.
         if self.has_ended:
             allocation.drop()
             return
@@ -189,7 +189,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                             self.owner,
                         )
                     )
-                # A trajectory that is delivered before the group's end belongs to a group of the rule's size.
+                # Before the end, the group has the rule's size.
                 num_expected = self._group.rule.size if self._num_returned is None else self._num_returned
                 is_last = num_yielded == num_expected
                 yield Trajectory(index, output, is_last)
@@ -199,7 +199,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.cancel()
 
     def suspend(self) -> None:
-        """Stop all candidates until `resume`, if the group can be restarted."""
+        """Stop candidates until `resume`, if the group can be restarted."""
         if self._group.can_restart:
             self.runner.prepare_restart()
             self.verification.restart()
@@ -209,7 +209,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def needs_engine(self) -> bool:
         if self._group.is_paused or self.has_ended:
             return False
-        # A group that waits for verdicts alone needs no engine, and verifiers may take longer than an update.
+        # A group that waits for verdicts alone needs no engine. Verifiers may take longer than an update.
         return bool(self._group.selector.running_by_length or self.runner.running)
 
     def resume(self) -> None:
@@ -242,13 +242,13 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._close()
 
     def cancel(self, error: Exception | None = None, reason: DiscardReason = DiscardReason.CANCELLED) -> None:
-        """End the group and stop its candidates. ``error``: recorded as the cause."""
+        """``error``: recorded as the cause."""
         # Nothing is awaited, so this works while the caller is being cancelled.
         self._apply_decisions(self._group.cancel(reason))
         self._close(error)
 
     def stop_to_carry(self, error: DartsError | None = None) -> None:
-        """End a running group, so that another run can resume it, see `CandidateRunner.collect_carried`."""
+        """End a running group for `CandidateRunner.collect_carried`."""
         # An ended group was counted in its batch.
         assert not self.has_ended
         self._apply_decisions(self._group.end_as_carried())
@@ -295,7 +295,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         for index, candidate in enumerate(self.runner.candidates):
             if candidate.aborted or index in self._group.delivered:
                 try:
-                    # The engine returns the tokens of a stopped candidate a moment after the stop.
+                    # The engine returns tokens a moment after the stop.
                     outputs[index] = await asyncio.shield(candidate.output)
                 except Exception as error:
                     logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, error)
@@ -354,11 +354,11 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def zero_variance(self) -> bool | None:
-        """Whether the rewards of a complete group are all equal, as far as there are rewards; None without rewards."""
+        """Whether all known rewards of a complete group are equal; None without rewards."""
         rewards = []
         for candidate in self._group.current_candidates:
             reward = self.verification.verdicts.get(candidate.index, NO_VERDICT).reward
-            # A rule that needs rewards has selected from all candidates with a reward, so all their rewards count.
+            # A rule that needs rewards has selected from all candidates with a reward.
             counts = self._group.rule.needs_rewards or candidate.selected_as is not None
             if reward is not None and counts:
                 rewards.append(reward)
@@ -370,19 +370,19 @@ class GroupRun(Generic[RequestT, OutputT]):
         quota = self.spec.quota
         try:
             if quota is not None and not quota.missing_groups and not self.has_ended:
-                # Several groups may finish in one step of the engine. A complete group cannot be carried over, so stop
-                # this group before its state machine handles the event.
+                # Several groups may finish in one step of the engine. Stop before the event completes the group: a
+                # complete group cannot be carried over.
                 self.is_surplus = True
                 self.stop_to_carry()
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
                 return
             self._apply_decisions(self._group.handle(*events))
             if not self._group.needs_engine:
-                # While a group waits for verdicts alone, its caller may use its share of the engine for others.
+                # While the group waits for verdicts, its caller may use its share of the engine for other groups.
                 self._ticket.release()
             for event in events:
                 if isinstance(event, Finished):
-                    # The message that ends a candidate also brings its siblings' token counts.
+                    # The message of an end also brings the siblings' token counts.
                     self._poll_soon()
                     if self._needs_verdicts:
                         self.verification.start(event.index, self.runner.candidates[event.index].output)
@@ -419,7 +419,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.fail(error)
 
     def _apply_decisions(self, decisions: list[Decision]) -> None:
-        # Decisions may change which candidates must be checked at the next poll.
+        # Decisions may change `Group.check_at`.
         self.polls_to_skip = 0
         if self.member is not None:
             has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
@@ -466,7 +466,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.record = self._make_record(self._group.outcome, error)
             self._observer.group_ended(self.record)
         finally:
-            # An error here must not leave the cohort or the gate waiting for this group.
+            # Cohort and gate must not wait for the group after an error.
             if self.runner.scorer is not None:
                 self.runner.scorer.drop_unselected(self._group.candidates)
             self._on_end(self)
@@ -486,7 +486,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             weight = weights_by_index.get(index)
             candidates.append(self.make_candidate_record(index, weight, advantages_by_index.get(index)))
 
-        # Seconds after enough candidates for the shortest trajectories.
+        # Seconds since enough candidates for the shortest trajectories had finished.
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:

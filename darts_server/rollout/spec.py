@@ -13,7 +13,7 @@ from darts_server.serving.admission import Ticket
 
 
 class OnAbort(Enum):
-    """Answer to the caller of a group that is ended from outside."""
+    """Answer of a group that is ended from outside."""
 
     FAIL = auto()
     """The error."""
@@ -46,7 +46,7 @@ class GroupSpec(Generic[RequestT]):
     """Seed of the sampled tail."""
     _: KW_ONLY
     delivers_early: bool = False
-    """Whether a trajectory is delivered as soon as it is certain to be in the group."""
+    """Whether trajectories are delivered once they are certain to be in the group."""
     on_abort: OnAbort = OnAbort.FAIL
     quota: Quota | None = None
     first_round: FirstRound | None = None
@@ -54,17 +54,15 @@ class GroupSpec(Generic[RequestT]):
     verify: Verify | None = None
     """Gives rewards to finished candidates."""
     only_informative: bool = False
-    """Whether the group takes a place of its quota only if its rewards are not all equal."""
+    """Whether the group counts only if its rewards are not all equal."""
     stops_when_decided: bool = False
-    """Whether the group ends as soon as enough candidates have rewards that are not all equal."""
+    """Whether the group ends once enough candidates have rewards that are not all equal."""
     run_probability: float = 1.0
     """Probability that the batch ran the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest(Generic[RequestT]):
-    """A request for a single trajectory of a group."""
-
     request: RequestT
     request_id: str
     plan: Plan
@@ -80,8 +78,6 @@ class JoinRequest(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class GroupContext(Generic[RequestT, OutputT]):
-    """Parts of a server that all groups use."""
-
     engine: Engine[RequestT, OutputT]
     observer: GroupEvents
     scorer: Pruner | None

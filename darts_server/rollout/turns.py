@@ -128,14 +128,14 @@ class TokenIndex:
 
 @dataclass(slots=True)
 class Turn:
-    """A request, and its marks of the trajectory that it belongs to."""
+    """A request, and what it says about its trajectory."""
 
     token_ids: Sequence[int] = ()
     stable_tokens: int | None = None
-    """Number of first tokens that later turns begin with, too. None means all."""
+    """Number of first tokens that later turns repeat. None means all."""
     session: str | None = None
     opens_session: bool = False
-    """Whether the caller chose the session's name for us, so that the first request opens a trajectory."""
+    """Whether the session's name was chosen for us, so that its first request opens a trajectory."""
     names_group: bool = False
     greedy: bool = False
     scoring: bool = False
@@ -159,7 +159,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _AbortedRequests:
-    """Requests with the same prompt that were aborted before their first token, and not sent again."""
+    """Requests with a prompt that were aborted before their first token, and not sent again."""
 
     group_size: int
     aborted_at: float
@@ -177,7 +177,7 @@ class Turns:
         self._aborted: FairCache[int, _AbortedRequests] = FairCache(kept)
 
     def classify(self, turn: Turn) -> TurnKind:
-        """Return whether a request opens a trajectory, or why it does not. Set the turn's rank if it continues one."""
+        """Return whether a request opens a trajectory, or why not. Set the rank of a later turn."""
         if turn.scoring:
             return TurnKind.SCORING
         if turn.greedy:
@@ -270,12 +270,12 @@ class Turns:
 
     def _hash_prompt(self, turn: Turn) -> tuple[Hashes, int]:
         """Return the hashes of all prefixes, and of the prompt."""
-        # All hashes of a long prompt take hundreds of kilobytes, so the turn keeps two of them.
+        # All hashes of a long prompt take hundreds of kilobytes, so keep two.
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
         if turn.stable_tokens is None:
             turn.stable_tokens = len(turn.token_ids)
-        # Every prompt may begin with the same token, so a single token says nothing.
+        # Every prompt may begin with the same token.
         turn.stable_hash = None
         stable_hashes = hashes[: turn.stable_tokens]
         if turn.stable_tokens > 1 and len(stable_hashes):

@@ -46,7 +46,7 @@ LOGPROBS = "logprobs"
 DEFAULT_SCORE = 0.5
 """Score of all votes if no vote has a score."""
 MAX_DECISION_CHECKS = 64
-"""With a thousand trajectories, one check takes 20 ms or more."""
+"""A check of a thousand trajectories takes 20 ms or more."""
 TEXT_CHARS = 16_384
 """Only the end of a text is searched."""
 SEARCH_SECONDS = 0.5
@@ -211,7 +211,7 @@ class VoteResult:
     vote_id: str
     request: VoteRequest
     sampling: Mapping[str, object]
-    """Sampling parameters with their defaults, without log-probs that only scores need."""
+    """With defaults, and without log-probs that only scores need."""
     tally: Tally
     ballots: Sequence[Ballot]
     """In order of candidates."""

@@ -57,13 +57,13 @@ class AutoBatch:
 
     def learn(self, record: CohortRecord) -> None:
         statistics = self.auto.statistics
-        # None before the first group has started. Restoring the learned state changes the generation.
+        # No group has started, or a restore has changed the generation.
         if self.generation_at_start != statistics.documents.generation:
             return
         # A batch starts its longest groups first.
         lengths_by_group = sorted(record.returned_lengths, key=sum, reverse=True)
         measured_seconds = None
-        # Seconds until each group would be complete if only the returned trajectories ran, all from the start.
+        # Time of each group if only the returned trajectories ran, all from the start.
         completion_seconds_alone: Sequence[float] = ()
         if record.completed >= self.choice.needed:
             # While the gate is closed, engines are paused or run empty.

@@ -15,8 +15,8 @@ class Cohort:
         rule: None for a policy without deadlines.
         on_end: called when the last group has ended or was dropped.
         clock: monotonic seconds.
-        num_starting: number of groups that start at once. The others start only in place of groups that fail or do not
-            count, so the deadline counts them when they start.
+        num_starting: number of groups that start at once. The deadline counts the others when they start, in place of
+            groups that fail or do not count.
         initial_deadline: in tokens, if it is known from the start.
         is_small: whether the cohort has too few groups for a deadline of its own.
     """
@@ -73,7 +73,7 @@ class Cohort:
         self._send_deadline()
 
     def report_minimum(self, group: object, tokens: int | None) -> None:
-        """Record the least that a group can need, or None if it can no longer be complete."""
+        """``tokens``: the least that the group can need, or None if it can no longer be complete."""
         self.deadline.report_minimum(group, tokens)
         self._send_deadline()
 

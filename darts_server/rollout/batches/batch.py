@@ -28,7 +28,7 @@ from darts_server.verify.types import Verifier
 logger = logging.getLogger(__name__)
 
 NewPlanner = Callable[[Mapping[str, object]], Planner]
-"""Creates a planner with a caller's policy overrides, or raises ``InvalidRequest``."""
+"""Applies a caller's policy overrides, or raises ``InvalidRequest``."""
 
 SHORTEST: Mapping[str, object] = {"max_tokens": 1}
 """A prompt that is too long for this answer is too long for any answer."""
@@ -83,7 +83,6 @@ class BatchGroup:
     """A checked prompt of a batch, and the state of its group.
 
     ``content_key``: hash of everything that the model sees.
-    ``carried``: the prompt as an earlier batch kept it.
     ``resumed``: tokens from which the candidates continue, here or after a stop in a later batch.
     """
 
@@ -155,7 +154,7 @@ async def prepare_batch(
     sampling = renderer.effective_sampling(batch.sampling)
     estimated_candidates = len(batch.prompts) * rollouts.estimate_candidates(plan)
     ticket = rollouts.admission.admit(batch.budget or estimated_candidates, "prompts")
-    # Prompts that go back to the carried prompts if the batch is refused.
+    # Prompts that are carried over again if the batch is refused.
     taken: list[CarriedPrompt] = []
     try:
         builder = GroupBuilder(batch, renderer, rollouts.verifier)
@@ -165,7 +164,7 @@ async def prepare_batch(
         if batch.carried or batch.carry is not Carry.DROP:
             numbered_prompts = carried_prompts.take(owner, [group.identity for group in groups], others=batch.carried)
             taken = [prompt for _, prompt in numbered_prompts]
-            # Prompts that this server cannot render are dropped, and do not go back.
+            # Prompts that this server cannot render are dropped.
             taken = await builder.add_carried(numbered_prompts)
         check_counts(batch, plan, len(groups))
 
@@ -192,7 +191,7 @@ async def prepare_batch(
 
         # Choose how many groups run at once, and allocate candidates.
         if batch.carry is Carry.DROP:
-            # A prompt that is carried over would be drawn again in the next batch.
+            # A carried prompt would be drawn again in the next batch.
             draw_skipped_groups(groups, plan, rollouts, renderer)
         num_running = sum(not group.is_skipped for group in groups)
         num_needed = batch.num_groups or num_running
@@ -265,11 +264,11 @@ class GroupBuilder:
         verifier_names = self._batch.verifier if prompt.verifier is None else prompt.verifier
         if verifier_names is None or self._verifier is None:
             return None
-        # A prompt that was carried over may name verifiers of an earlier server.
+        # A carried prompt may name verifiers of an earlier server.
         return [name for name in verifier_names if name in self._verifier.names]
 
     async def add_carried(self, numbered_prompts: Sequence[tuple[int | None, CarriedPrompt]]) -> list[CarriedPrompt]:
-        """Add carried prompts, each to the group with its number or to a new group; return the added prompts."""
+        """Add prompts to the groups with their numbers, or in new groups; return the added prompts."""
         added: list[CarriedPrompt] = []
         dropped: list[tuple[str, str]] = []
         for number, carried in numbered_prompts:
@@ -281,7 +280,7 @@ class GroupBuilder:
                 await self.add_group("carried", carried.prompt, carried)
                 added.append(carried)
             except InvalidRequest as error:
-                # A prompt that no sampling parameters fit would fail every batch. Otherwise this batch alone fails.
+                # A prompt that no sampling parameters fit would fail every batch.
                 if await self._can_render(carried.prompt):
                     raise
                 dropped.append((carried.identity[0], error.message))
@@ -311,7 +310,7 @@ class GroupBuilder:
 
 
 def estimate_prompts_to_run(num_needed: int, rewards: RewardStats) -> int:
-    """Return how many prompts to run at first, so that about ``num_needed`` groups have unequal rewards."""
+    """Return how many prompts to run, so that about ``num_needed`` groups have unequal rewards."""
     # One more informative group makes the share 1 without rewards, and keeps it above 0.
     informative_share = (rewards.groups - rewards.zero_variance + 1) / (rewards.groups + 1)
     return ceil(num_needed / informative_share)
@@ -324,7 +323,7 @@ def choose_resumed_groups(
     weight_version: int,
     max_staleness: int,
 ) -> int:
-    """Let groups continue from tokens of earlier batches; return the number of tokens that cannot be used."""
+    """Let groups continue from carried tokens; return the number of tokens that cannot be used."""
     lost_tokens = 0
     for group in groups:
         if group.carried is None or group.carried.group is None:
@@ -354,8 +353,8 @@ def draw_skipped_groups(
     for group, probability in zip(groups, probabilities, strict=True):
         group.run_probability = probability
         if probability < 1:
-            # The caller's seed repeats the draw under the same weights. The version changes it, so that a trainer that
-            # always sends the same seed does not skip a prompt for ever.
+            # The caller's seed repeats the draw. The version changes it, so that a trainer that always sends the same
+            # seed does not skip a prompt for ever.
             seed = renderer.tail_seed(group.request) or (secrets.randbits(64),)
             digest = blake2b(f"{seed} {version}".encode(), digest_size=DRAW_BYTES).digest()
             draw = int.from_bytes(digest)
@@ -373,11 +372,11 @@ def allocate_groups(
     num_starting: int,
 ) -> None:
     """Allocate candidates, and hold them with the batch's ticket."""
-    # Redundancy falls with the number of waiting candidates, and the candidates of this batch must not count.
+    # Waiting candidates lower redundancy, and this batch's candidates must not count.
     estimated_candidates = ticket.candidates
     ticket.resize(0)
     prompt_keys = [group.prompt_key for group in groups]
-    # Skipped prompts take part, so that a prompt gets the same number of candidates whichever others are skipped.
+    # Skipped prompts take part, so that skipping does not change the candidates of other prompts.
     allocations = rollouts.allocator.allocate_cohort(plan, prompt_keys, budget, auto, num_starting)
     num_candidates = 0
     for group, allocation in zip(groups, allocations, strict=True):
@@ -393,7 +392,7 @@ def allocate_groups(
             )
         num_candidates += group.allocation.candidates
 
-    # No turn of the event loop has passed, so there is still room for the estimate.
+    # No turn of the event loop has passed, so the estimate still fits.
     ticket.resize(estimated_candidates)
     try:
         ticket.resize(num_candidates, "prompts")
@@ -405,7 +404,7 @@ def allocate_groups(
 
 
 def plan_batch(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: NewPlanner) -> Plan:
-    """Check everything but prompts and sampling parameters, and return the plan of the batch."""
+    """Check everything but prompts and sampling parameters."""
     if batch.carried and batch.carry is Carry.DROP and batch.num_groups is not None:
         raise InvalidRequest(
             "carry",
@@ -417,7 +416,7 @@ def plan_batch(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: N
     if not batch.prompts and not batch.carried:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")
 
-    # Without a group size, a group of one would count as a single request of a group of --group-size.
+    # Without this, a group of one would count as a single request of a group of --group-size.
     options = RequestOptions()
     if batch.group_size == 1:
         options = RequestOptions(group_size=1)

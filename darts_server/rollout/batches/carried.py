@@ -1,4 +1,4 @@
-"""Prompts whose groups were not decided: kept for later batches of the same caller, and saved for the next server."""
+"""Undecided prompts, kept for later batches of the same caller, and saved for the next server."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ MALFORMED = (ValueError, OverflowError, RecursionError)
 CANDIDATE_BYTES = 500
 """Memory of a carried candidate without its tokens."""
 Identity = tuple[str, str]
-"""A prompt's key, and a hash of what the model sees: a caller may use one key for several prompts."""
+"""A prompt's key, and a hash of what the model sees: several prompts may have one key."""
 
 
 class Carry(StrEnum):
@@ -115,9 +115,8 @@ OwnedPrompt = tuple[str | None, CarriedPrompt]
 class CarriedPrompts:
     """Keep prompts by the name of their caller, the oldest first.
 
-    ``may_call``: returns whether a caller of that name can still send requests. Otherwise its prompts are dropped, as
-    no
-    other caller can take them.
+    ``may_call``: returns whether a caller of this name can still send requests. Otherwise no caller can take its
+    prompts, and they are dropped.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class CarriedPrompts:
         self.limits = limits or CarryLimits()
         self._may_call = may_call
         self._prompts_by_owner: dict[str | None, list[CarriedPrompt]] = {}
-        # Metrics read the sum of generated tokens, and there may be thousands of prompts.
+        # Metrics read the sum, and there may be thousands of prompts.
         self._tokens_by_owner: dict[str | None, int] = {}
 
     def __iter__(self) -> Iterator[OwnedPrompt]:
@@ -148,7 +147,7 @@ class CarriedPrompts:
     def take(
         self, owner: str | None, identities: Sequence[Identity], *, others: bool
     ) -> list[tuple[int | None, CarriedPrompt]]:
-        """Remove and return a caller's prompts, the oldest first, each with its index in ``identities`` or None.
+        """Remove and return prompts, the oldest first, each with its index in ``identities`` or None.
 
         A prompt is taken as often as it is in ``identities``. ``others``: take all other prompts too.
         """
@@ -170,7 +169,7 @@ class CarriedPrompts:
         return taken
 
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
-        """Keep prompts within the limits. ``older``: prompts that go before the kept prompts."""
+        """Keep prompts within the limits. ``older``: go before the kept prompts."""
         prompts = [*older, *self._prompts_by_owner.pop(owner, ()), *new]
         kept_prompts: list[CarriedPrompt] = []
         total_bytes = 0
@@ -216,7 +215,7 @@ class CarriedPrompts:
 
 
 class _SavedPrompt(msgspec.Struct, array_like=True):
-    """A prompt on the disk as MessagePack. ``group`` is decoded separately, so that an error in it loses tokens alone.
+    """A prompt on the disk. ``group`` is decoded separately, so that an error in it loses tokens alone.
 
     ``format``: 3 with `PromptSpec.chat_options`.
     """
@@ -243,7 +242,7 @@ class SavedPrompts:
         self._model = model
 
     def save(self, prompts: Iterable[OwnedPrompt], seconds: float = math.inf) -> int:
-        """Save portable prompts in order until ``seconds`` have passed; return how many are on the disk."""
+        """Save portable prompts until ``seconds`` have passed; return how many are on the disk."""
         ends_at = time.monotonic() + seconds
         num_saved = 0
         unsaved_documents: list[bytes] = []
@@ -273,10 +272,7 @@ class SavedPrompts:
     async def save_in_time(
         self, prompts: Sequence[OwnedPrompt], renderer: PromptRenderer[Any, Any], *, with_tokens: bool
     ) -> int:
-        """Save prompts at shutdown while there is time; log and return the number of lost prompts.
-
-        A prompt starts again if its tokens cannot be saved in time.
-        """
+        """Save prompts at shutdown, without tokens that take too long; return the number of lost prompts."""
         prompts_to_save: list[OwnedPrompt] = []
         token_errors: list[Exception] = []
         ends_at = asyncio.get_running_loop().time() + PORTABLE_SECONDS
@@ -285,7 +281,7 @@ class SavedPrompts:
             if with_tokens and prompt.group is not None:
                 try:
                     async with asyncio.timeout_at(ends_at):
-                        # Most groups take no turn of the event loop, so that the timeout would never be seen.
+                        # Most groups take no turn of the event loop, so the timeout would never be seen.
                         await asyncio.sleep(0)
                         group = await make_portable(prompt.group, renderer)
                 except Exception as error:
@@ -302,7 +298,7 @@ class SavedPrompts:
         return num_lost
 
     def take(self, weight_version: int) -> list[OwnedPrompt]:
-        """Remove and return the saved prompts, so that they are not used twice if this server is killed.
+        """Remove the saved prompts, so that they are not used twice if this server is killed, and return them.
 
         ``weight_version``: version with which this server starts.
         """
@@ -350,7 +346,7 @@ def _log_errors(errors: Sequence[Exception], consequence: str) -> None:
 
 
 async def make_portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any]) -> CarriedGroup[Any]:
-    """Return a group whose finished candidates have their text instead of the engine's output."""
+    """Replace the engine's outputs by their text."""
     candidates = list(group.candidates)
     for index, candidate in enumerate(candidates):
         result = candidate.result
@@ -362,7 +358,7 @@ async def make_portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, 
 
 
 def _check_group(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
-    """Return a decoded group with its tokens in arrays, or raise one of `MALFORMED`."""
+    """Return the checked group with tokens in arrays, or raise one of `MALFORMED`."""
     candidates = []
     have_logprobs = []
     for candidate in group.candidates:

@@ -19,14 +19,14 @@ from darts_server.verify.types import NO_VERDICT, Verdict
 logger = logging.getLogger(__name__)
 
 MAX_POLL_SHARE = 0.1
-"""Share of time for polls. A poll of a very large batch takes longer than the polling interval."""
+"""Share of time. A poll of a very large batch takes longer than the polling interval."""
 CURSOR_BYTES = 350
 """Memory of a candidate's cursor and last event, without tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortedSample:
-    """Tokens of a candidate whose group was aborted, complete if the sample has a finish reason."""
+    """A candidate of an aborted group, complete if the sample has a finish reason."""
 
     sample: Sample
     version_spans: VersionSpans
@@ -38,8 +38,8 @@ class GroupResult:
 
     ``number``: number of the prompt in the batch, as in all events.
     ``samples``: returned trajectories by candidate index.
-    ``aborted``: candidates that were not discarded, by index, if the group was aborted. Some may be incomplete, so
-    callers must not take them for a group.
+    ``aborted``: candidates of an aborted group that were not discarded, by index. Callers must not take them for a
+    group.
     ``verdicts``: of finished candidates, by index. ``zero_variance``: see `GroupRun.zero_variance`.
     """
 
@@ -64,7 +64,7 @@ class GroupResult:
 class Unfinished:
     """A prompt whose group was not decided.
 
-    ``error``: why the group was aborted, or None if enough other groups were complete.
+    ``error``: None if enough other groups were complete.
     ``group``: the group with its tokens, if they are not kept.
     ``skipped``: whether the prompt did not run, because it was almost surely without signal.
     """
@@ -80,7 +80,7 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class BatchStarted:
-    """The first event. ``survivors``: whether a group has all trajectories that were not pruned."""
+    """``survivors``: whether a group has all trajectories that were not pruned."""
 
     batch_id: str
     policy: str
@@ -151,8 +151,6 @@ class BatchDone:
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:
-    """The batch was cancelled, or failed as a whole."""
-
     error: Exception
 
 
@@ -173,7 +171,7 @@ _Entry = TokenRange | Event
 
 @dataclass(slots=True, eq=False)
 class CandidateCursor:
-    """Create the events of one candidate.
+    """Creates the events of one candidate.
 
     Tokens of deltas are kept for replays until the candidate is discarded: 12 bytes per token with log-probs. A
     selected candidate shares the tokens of its sample.
@@ -188,7 +186,7 @@ class CandidateCursor:
     _end: TrajectorySelected | CandidateDiscarded | None = None
     _is_end_sent: bool = False
     _num_sent: int = 0
-    """Number of tokens in all deltas so far."""
+    """Number of tokens in all deltas."""
     _token_ids: Sequence[int] = field(default_factory=lambda: array("i"))
     _logprobs: Sequence[float] | None = None
 
@@ -205,7 +203,7 @@ class CandidateCursor:
     def close(self, reason_if_none: DiscardReason = DiscardReason.CANCELLED) -> None:
         """End the candidate's events, with a discard unless it was selected."""
         if self._end is None and self.run is not None:
-            # A selected candidate has no reason, but its group may have failed or be dropped.
+            # A selected candidate of a failed or dropped group has no reason.
             reason = self.run.candidates[self.index].reason or reason_if_none
             length = self.run.runner.count_tokens(self.index)
             self._end = CandidateDiscarded(self.trajectory_id, self.number, length, reason)
@@ -214,7 +212,7 @@ class CandidateCursor:
         self.run = None
 
     def new_entries(self, chunk: int) -> Iterator[_Entry]:
-        """Yield the events since the last call. A delta of a running candidate has at least ``chunk`` tokens."""
+        """Yield new events. A delta of a running candidate has at least ``chunk`` tokens."""
         if self._is_end_sent:
             return
         if self._end is None and self.run is not None:
@@ -297,10 +295,10 @@ class _GroupCursor:
 
 
 class EventFeed:
-    """Give the events of a batch to listeners, each from an event number of its own.
+    """Gives the events of a batch to listeners, each from its own event number.
 
-    Tokens are read when a listener has taken all events so far. So a stalled listener costs nothing, and later gets all
-    tokens in a few large deltas. The log refers to tokens and does not copy them: a delta takes 16 bytes.
+    Tokens are read when a listener has taken all events so far. So a stalled listener costs nothing, and later gets few
+    large deltas. The log refers to tokens and does not copy them: a delta takes 16 bytes.
 
     Args:
         chunk: least number of tokens in a delta of a running candidate, or None for no deltas.
@@ -321,14 +319,14 @@ class EventFeed:
         self._chunk = chunk
         self._interval = interval
         self._replayable = replayable
-        # The entry of a delta in the log is its candidate, because an object of its own would take 90 bytes. `_ranges`
-        # has two numbers for each entry: the token range of a delta, or zeros.
+        # The entry of a delta is its candidate, because an object of its own would take 90 bytes. `_ranges` has two
+        # numbers for each entry: the token range of a delta, or zeros.
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
         # Events that were removed from the front of the log.
         self._num_dropped = 0
         self._groups: dict[int, _GroupCursor] = {}
-        # Cursors of each group that has run, if events are kept.
+        # By group, if events are kept.
         self._cursors: list[list[CandidateCursor]] = []
         # Numbers of groups that may have new events, in order.
         self._due_numbers: dict[int, None] = {}
@@ -337,7 +335,7 @@ class EventFeed:
         self._new_entries = self._generate_entries()
         self._clock = clock
         self._next_poll = 0.0
-        # Seconds that reading tokens has taken since the latest poll.
+        # Reading time since the latest poll.
         self._seconds_spent = 0.0
         # Set at the next change. Each change makes a new event.
         self._changed = asyncio.Event()
@@ -365,7 +363,7 @@ class EventFeed:
         self._notify(result.number)
 
     def group_dropped(self, number: int) -> None:
-        """Discard the candidates of a complete group that is not returned, because its rewards are equal."""
+        """Discard a complete group that is not returned, because its rewards are equal."""
         group = self._groups.get(number)
         if group is not None:
             group.close(DiscardReason.ZERO_VARIANCE)
@@ -389,7 +387,7 @@ class EventFeed:
 
     @property
     def kept_bytes(self) -> int:
-        """Approximate memory after the end, without samples, which the batch's results share."""
+        """Memory after the end, without samples, which the batch's results share."""
         log = sys.getsizeof(self._log) + sys.getsizeof(self._ranges)
         return log + sum(cursor.kept_bytes for cursors in self._cursors for cursor in cursors)
 
@@ -401,7 +399,7 @@ class EventFeed:
         return self._num_dropped + len(self._log)
 
     def next_after(self, number: int) -> tuple[int, Event] | None:
-        """Return the event after event ``number``, with its own number, or None if there is no such event yet."""
+        """Return the event after event ``number``, with its number; None if there is no such event yet."""
         while number < self.last_number or self._append_next_entry():
             number += 1
             log_index = number - self._num_dropped - 1
@@ -422,7 +420,7 @@ class EventFeed:
         return None
 
     async def next(self, number: int) -> tuple[int, Event] | None:
-        """Wait for the event after event ``number``; None after the last event. Safe to cancel."""
+        """Wait for `next_after`; None after the last event. Safe to cancel."""
         while (numbered_event := self.next_after(number)) is None:
             if self._is_complete and number >= self.last_number:
                 return None
@@ -461,7 +459,7 @@ class EventFeed:
         return True
 
     def _generate_entries(self) -> Iterator[_Entry | None]:
-        """Yield all entries after the first, and None while there is no new entry."""
+        """Yield None while there is no new entry."""
         while not isinstance(self._end, BatchFailed):
             while self._due_numbers:
                 number = next(iter(self._due_numbers))

@@ -28,7 +28,7 @@ BATCH_BYTES = 6000
 CANDIDATE_BYTES = 300
 """Memory of a candidate's record."""
 CLOSE_SECONDS = 5.0
-"""Time for cancelled batches to stop at shutdown."""
+"""Time for batches to stop at shutdown."""
 GROUP_BYTES = 2000
 """Memory of a group without its candidates."""
 
@@ -78,7 +78,7 @@ class _DurableBatch:
     timer: asyncio.TimerHandle | None = None
 
     def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
-        """Call ``action`` later, in place of the previous action."""
+        """``action`` takes the place of the previous action."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
@@ -88,7 +88,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     """Starts batches, and finds them again by id or by idempotency key.
 
     A batch with an idempotency key is durable: it continues for a while without its caller, and is kept after its end.
-    A batch without a key is cancelled when its caller disconnects.
+    Other batches are cancelled when their caller disconnects.
 
     Args:
         saved: keeps carried prompts for the next server, or None to lose them.
@@ -115,7 +115,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._clock = clock
         self.carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
-        # The next server starts with the initial weights, and cannot continue from tokens of other weights.
+        # The next server starts with the initial weights, and cannot resume tokens of other weights.
         self._can_next_server_resume = has_initial_weights
         # Batches by id, until they have given back their carried prompts.
         self._running: dict[str, BatchRun] = {}
@@ -145,7 +145,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self._durable[key] = durable
             self._request_bytes[key.owner] += key.body_bytes
             durable.start_task = asyncio.create_task(self._start_batch(request, answer_format, durable))
-            # Retrieve the error, which asyncio would log if no caller waits any more.
+            # Otherwise asyncio would log the error if no caller waits any more.
             durable.start_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif durable.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
@@ -171,7 +171,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         return batch.cancel("the batch was cancelled; send it again under another key to run it again")
 
     def drain(self) -> None:
-        """Cancel batches without listeners, which no caller can find after the server has stopped."""
+        """Cancel batches without listeners, which no caller can find later."""
         for batch in list(self._running.values()):
             if not batch.listeners:
                 batch.cancel(
@@ -179,7 +179,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 )
 
     async def hand_back(self, reason: DartsError) -> None:
-        """End all batches, and give callers the tokens that the next server cannot continue from."""
+        """End all batches, and give callers the tokens that the next server cannot resume."""
         may_carry_prompts = self._saved is not None
         may_carry_tokens = self._can_next_server_resume()
         for batch in list(self._running.values()):
@@ -207,7 +207,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self.carried.put(owner, prompts)
 
     async def close(self) -> int:
-        """Cancel all batches, save the carried prompts, and return how many could not be saved."""
+        """Return how many carried prompts could not be saved."""
         for batch in list(self._running.values()):
             batch.cancel("the server has stopped")
         if self._running:
@@ -259,7 +259,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def _handle_task_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._running[batch_id]
         if task.cancelled():
-            # A kept batch keeps its task. Raising the error frees its frames with all generated tokens.
+            # A kept batch keeps its task. Raising the error frees its frames with all tokens.
             with suppress(asyncio.CancelledError):
                 task.exception()
 
@@ -291,7 +291,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """Drop ended batches until ``more`` bytes fit: first of the owner, then of all callers.
 
         Raises:
-            TooLarge, QuotaReached, Overloaded: dropping batches would not suffice, and none was dropped.
+            TooLarge, QuotaReached, Overloaded: dropping batches would not suffice, so no batch was dropped.
         """
         total_limit = self._retention.kept_bytes
         owner_limit = total_limit // 2

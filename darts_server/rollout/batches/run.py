@@ -55,7 +55,7 @@ class AnswerFormat:
 
 
 class BatchRun:
-    """Runs a batch in a task of its own, for any number of listeners. It starts in a later turn of the event loop.
+    """Runs a batch in a task of its own, which starts in a later turn of the event loop.
 
     ``replayable``: whether there may be several listeners, each from the first event on.
     ``on_idle``: called when the last listener has left before the end.
@@ -106,7 +106,7 @@ class BatchRun:
         self._quota = Quota(prepared.num_needed) if self._carry is Carry.RESUME else None
         self._first_round: FirstRound | None = None
         group_ids = [group.group_id for group in prepared.groups if not group.is_skipped]
-        # A batch that waits for a part of its groups finishes them one after the other instead of in rounds.
+        # A batch that needs only some of its groups finishes them one after the other instead of in rounds.
         if rollouts.starts_in_rounds and prepared.num_needed == prepared.num_running == len(group_ids):
             self._first_round = FirstRound(group_ids)
         self._results: list[GroupResult] = []
@@ -117,7 +117,7 @@ class BatchRun:
         self._has_entered_gate = False
         self._interrupted_by: DartsError | None = None
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"darts-{self.batch_id}")
-        """Ends a little after the batch, when prompts that it has taken are given back."""
+        """Ends a little after the batch, when carried prompts are given back."""
 
     # --- called by listeners and the registry -------------------------------
 
@@ -144,11 +144,11 @@ class BatchRun:
         return self.fail(GroupAborted(why))
 
     def fail(self, error: DartsError) -> bool:
-        """End the batch with an error that listeners get; return whether it was running."""
+        """End the batch with an error for listeners; return whether it was running."""
         if self.end is not None:
             return False
         self._finish(BatchFailed(error))
-        # In a later turn of the event loop: a task that is cancelled before its first turn never runs its cleanup.
+        # Later, because a task that is cancelled before its first turn never runs its cleanup.
         asyncio.get_running_loop().call_soon(self.task.cancel)
         return True
 
@@ -170,7 +170,7 @@ class BatchRun:
                 # Complete groups are returned without missing verdicts.
                 group.run.verification.cancel()
         if not self._has_entered_gate:
-            # The gate may stay closed, and there are no tokens to return.
+            # The gate may stay closed.
             self.fail(error)
 
     # --- the batch ----------------------------------------------------------
@@ -179,7 +179,7 @@ class BatchRun:
         try:
             await self._run_groups()
         except Exception as error:
-            # A bug of ours, which listeners must not wait for.
+            # A bug of ours must not keep listeners waiting.
             logger.exception("batch %s failed", self.batch_id)
             self._finish(BatchFailed(error))
         else:
@@ -257,14 +257,14 @@ class BatchRun:
             await self._stop_all_groups(tasks)
 
     def _groups_in_starting_order(self) -> list[BatchGroup]:
-        """Return carried groups first, and then long groups, so that no long group runs alone at the end."""
+        """Return carried groups first, then long groups, so that no long group runs alone at the end."""
         statistics = self._rollouts.statistics
         mean_lengths: dict[int, float] = {}
         for group in self._prepared.groups:
             stats = statistics.prompts.load(group.prompt_key)
             if stats is not None:
                 mean_lengths[group.number] = stats.mean_ema
-        # New prompts are expected to have the mean length of the data set, or of the batch's known prompts.
+        # New prompts get the mean length of the data set, or of the batch's known prompts.
         default_length = statistics.dataset.stats.mean
         if not default_length:
             default_length = sum(mean_lengths.values()) / max(len(mean_lengths), 1)
@@ -309,14 +309,14 @@ class BatchRun:
             self.feed.group_ended(result)
 
     async def _stop_running_groups_to_carry(self, tasks: GroupTasks) -> None:
-        """Stop running groups and keep their tokens. Decide groups that have just ended."""
+        """Keep the tokens of running groups. Decide groups that have just ended."""
         ended_groups: list[BatchGroup] = []
         stopping: list[asyncio.Task[None]] = []
         for group in self._prepared.groups:
             run = group.run
             if run is None:
                 continue
-            # One group per turn of the event loop, as each group stops all of its candidates.
+            # One group per turn of the event loop, as a group stops many candidates.
             await asyncio.sleep(0)
             if run.has_ended:
                 ended_groups.append(group)
@@ -330,22 +330,21 @@ class BatchRun:
                 self._add_result(group, result)
 
     async def _stop_all_groups(self, tasks: GroupTasks) -> None:
-        """Stop running groups, and drop the allocations of groups that never started."""
         groups = self._prepared.groups
         self._prepared.ticket.release()
-        # All at once, so that none of these groups starts while the other groups are stopped.
+        # All at once, so that no group starts while the other groups are stopped.
         for group in groups:
             if not group.has_started and group.number in tasks:
                 tasks[group.number].cancel()
         try:
             for task in tasks.values():
-                # One group per turn, as each group stops all of its candidates.
+                # One group per turn of the event loop.
                 if not task.done():
                     task.cancel()
                     await asyncio.sleep(0)
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         finally:
-            # The batch may be cancelled between two turns. Then no cancelled task starts its group any more.
+            # The batch may be cancelled between two turns. No task may start its group then.
             for task in tasks.values():
                 task.cancel()
             # A skipped group has an empty allocation.
@@ -384,12 +383,11 @@ class BatchRun:
 
     async def _run_with_reused_random_numbers(self, group: BatchGroup) -> GroupResult | None:
         try:
-            # Groups of a prompt that run at the same time must have different random numbers. Later groups may have the
-            # same.
+            # Only groups of a prompt that run at the same time must have different random numbers.
             with self._renderer.reuse_streams(group.request):
                 return await self._run_group(group)
         finally:
-            # The other groups must not wait for a group that has ended before its first candidate started.
+            # The group may have ended before its first candidate started.
             if self._first_round is not None:
                 self._first_round.mark_group_started(group.group_id)
 
@@ -415,7 +413,7 @@ class BatchRun:
             group.run = run
             if token_feed is not None:
                 token_feed.group_started(group.number, run)
-            # The batch may have been interrupted while the group waited for its start.
+            # The batch may have been interrupted before the group's start.
             if self._interrupted_by is not None:
                 run.interrupt(self._interrupted_by, self._on_abort)
             try:
@@ -423,7 +421,7 @@ class BatchRun:
                     async for trajectory in trajectories:
                         sample = await self._renderer.to_sample(trajectory.output)
                         samples[trajectory.index] = sample
-                        # Groups that may not be returned deliver no trajectory before they are complete.
+                        # Groups that may not be returned deliver nothing before they are complete.
                         if token_feed is not None and self._prepared.request.returns_group(run.zero_variance):
                             token_feed.trajectory_selected(group.number, trajectory.index, sample)
                 await self._finish_verification(run, samples)
@@ -473,7 +471,7 @@ class BatchRun:
             return None
 
         async def verify(output: Any) -> Verdict:
-            # A group that waits for rewards needs a verdict of every candidate, although no verifier checks it.
+            # A group that waits for rewards needs a verdict of every candidate.
             if verifies_nothing:
                 return NO_VERDICT
             sample = await self._renderer.to_sample(output)
@@ -528,7 +526,7 @@ class BatchRun:
         # There are too few candidates if some failed, or if the group was paused for new weights.
         if is_renumbered or len(candidates) < self.plan.size:
             group.resumed = None
-            # The group's record leaves these tokens to the batch that resumes them, and none does.
+            # The record leaves these tokens to a batch that resumes them, but no batch does.
             self._generated_tokens += sum(candidate.tokens for candidate in candidates)
             return
         assert run.spec.tail_seed is not None
@@ -543,7 +541,7 @@ class BatchRun:
         samples: Mapping[int, Sample],
     ) -> GroupResult | None:
         """Return None if the prompt is carried over."""
-        # Set before the first wait: if enough other groups complete meanwhile, this group stays undecided.
+        # Set before the first wait: the group stays undecided if enough other groups complete meanwhile.
         group.interrupted = run.interrupted
         on_abort = self._on_abort
         result = replace(result, record=run.record)

@@ -56,7 +56,7 @@ class Kind(Generic[T]):
                 fields = json.loads(str(document["value"]))
             return self.create(**fields) if isinstance(self.create, type) else self.create(fields)
         except Exception as error:
-            # Any exception may be raised for a damaged document, and must not end a group.
+            # A damaged document may raise any exception, and must not end a group.
             message = str(error) if type(error) is ValueError else repr(error)
             raise ValueError(message) from error
 
@@ -133,8 +133,7 @@ class BlobStore:
     """Blobs of one kind. Only one thread at a time may save a key.
 
     Documents are small, so a blob has parts. Each key has two slots, so a reader always finds a complete blob, also
-    after
-    a process was killed while it saved.
+    after a process was killed while it saved.
     """
 
     def __init__(self, documents: DocumentStore, kind: str) -> None:
@@ -166,7 +165,7 @@ class BlobStore:
 
     def save(self, key: str, data: bytes, numbers: Mapping[str, int]) -> str:
         """Save a blob in place of the previous blob; return the digest."""
-        # Write to the slot that readers do not use, and then the manifest that points to it.
+        # Write to the slot that readers do not use, then the manifest.
         previous = self._manifests.load(key)
         slot = 0 if previous is None else 1 - previous.slot
         starts = range(0, len(data), PART_BYTES)

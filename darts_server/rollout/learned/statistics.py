@@ -25,7 +25,7 @@ from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind
 from darts_server.types import GONE, FinishReason, Outcome
 
 STEP_GROUPS = 256
-"""Groups that count as a step while the weight version does not change: a usual number of prompts."""
+"""Groups of a step while the weight version does not change: a usual number of prompts."""
 WRITE_DELAY_SECONDS = 0.3
 """The store buffers for another half second, so that a killed process loses at most the last second."""
 LATENCY_DELAY_SECONDS = 2.0
@@ -35,7 +35,7 @@ ENGINE_KEY = "engine"
 KEY_BYTES = 12
 """96 bits: the chance that any two of a million prompts share a key is below 1e-16."""
 MIN_COHORT = 8
-"""Number of prompts below which a cohort alone says too little."""
+"""Smaller cohorts alone say too little."""
 BIAS_GROUPS = 256
 """About one step."""
 
@@ -79,7 +79,7 @@ KINDS: Sequence[Kind[Any]] = (
 
 
 def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
-    """Hash a prompt's tokens and other inputs, equally in every process and on every host."""
+    """Hash a prompt, equally in every process and on every host."""
     numbers = list(token_ids)
     for text in other_inputs:
         # Negative numbers cannot be token ids, so no text hashes like tokens.
@@ -101,7 +101,7 @@ def observations(record: GroupRecord, *, censor_truncated: bool = True) -> list[
 
 
 def length_limit(record: GroupRecord) -> int | None:
-    """Return the tokens at which candidates were truncated, or ``max_tokens`` if none was; None if unknown."""
+    """Return the length of truncated candidates, or ``max_tokens``; None if unknown."""
     candidates = record.current_candidates
     # The model's context may be shorter than the request's `max_tokens`.
     truncated_at = [c.tokens for c in candidates if c.finish_reason is FinishReason.LENGTH and not c.cut]
@@ -146,13 +146,13 @@ class Dataset:
         version: int,
         earlier: PromptStats | None,
     ) -> None:
-        """Learn a completed group. ``earlier``: its prompt's statistics before this group."""
+        """``earlier``: the prompt's statistics before this group."""
         ratios = ratios_to_mean(observed, estimate, earlier)
         self._pending_groups.append((self._documents.generation, version, estimate, ratios))
         self._write_later.request()
 
     def _write(self) -> None:
-        # Groups that ended before the learned state was restored are dropped.
+        # Drop groups that ended before a restore.
         generation = self._documents.generation
         groups = [group for group in self._pending_groups if group[0] == generation]
         self._pending_groups = []
@@ -163,7 +163,7 @@ class Dataset:
         for _, version, estimate, ratios in groups:
             profile.observe(ratios)
             last_version = step[-1][0] if step else version
-            # The group begins the next step, so the present step is complete.
+            # The group begins the next step.
             if version != last_version or len(step) >= STEP_GROUPS:
                 stats = self._stats.load(KEY) or DatasetStats()
                 self._stats.save(KEY, asdict(stats.with_step(lengths for _, lengths in step)))
@@ -188,11 +188,11 @@ class Latency:
 
     @property
     def start_seconds(self) -> float | None:
-        """Seconds that the start of a candidate costs, without its decode steps."""
+        """Cost of a candidate's start, without decode steps."""
         return self._current_model().start_seconds
 
     def step_seconds(self, batch: int) -> float | None:
-        """Return the seconds of a decode step of ``batch`` sequences on all engines, or None if unknown."""
+        """Return the time of a decode step of ``batch`` sequences on all engines, or None if unknown."""
         curve = self._curve()
         return None if curve is None else curve.step_seconds(batch)
 
@@ -218,7 +218,7 @@ class Latency:
         self._write_later.request()
 
     def _curve(self) -> LatencyCurve | None:
-        # The model is of a single engine. All engines together run a batch that is `engines` times as large.
+        # The model is of a single engine. All engines run a batch that is `engines` times as large.
         curve = self._current_model().curve
         return None if curve is None else curve.scaled(1 / self.engines)
 
@@ -278,7 +278,7 @@ class PassRates:
     def __init__(self, documents: DocumentStore) -> None:
         self._prompts = StoredValues(documents, PASS_COUNTS)
         self._recent = StoredValues(documents, RECENT_PASS_RATES)
-        # Newest weight version of the engine whose answers had rewards, or None since the start of this server.
+        # Newest engine version with rewards, or None since the start of this server.
         self._newest_engine_version: int | None = None
 
     def learn(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
@@ -286,7 +286,7 @@ class PassRates:
         answers = rewarded_answers(record, correct)
         if not answers:
             return
-        # The engine counts its versions from 0 at each start of the server, while the stored version counts on.
+        # The engine counts from 0 at each start of the server, while the stored version counts on.
         recent = self._recent.load(KEY) or RecentPassRates()
         version = recent.version
         engine_version = _last_weight_version(record)
@@ -315,7 +315,7 @@ def _last_weight_version(record: GroupRecord) -> int:
 
 
 def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[tuple[bool, float]]:
-    """Return the correctness and weight of candidates that together are an unbiased sample of the prompt's answers."""
+    """Return correctness and weight of an unbiased sample of the prompt's answers."""
     candidates = [c.index for c in record.current_candidates if c.reason not in GONE]
     rewarded = [index for index in candidates if index in correct]
     # If the group was selected by rewards, half of the returned trajectories are right at any pass rate, so all
@@ -367,8 +367,6 @@ def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
 
 
 class LengthBias:
-    """Generated and returned lengths of recent groups."""
-
     def __init__(self) -> None:
         self._generated: deque[list[tuple[float, float]]] = deque(maxlen=BIAS_GROUPS)
         self._returned: deque[Sequence[CandidateRecord]] = deque(maxlen=BIAS_GROUPS)
@@ -419,7 +417,7 @@ class Statistics:
 
     def group_ended(self, record: GroupRecord) -> None:
         observed = observations(record)
-        # In groups that are not complete, lengths depend on the time of the stop.
+        # In incomplete groups, lengths depend on the time of the stop.
         if record.outcome is not Outcome.COMPLETED or not observed:
             return
         version = _last_weight_version(record)
@@ -435,7 +433,7 @@ class Statistics:
                 length_limit(record),
                 record.prompt_tokens,
             )
-            # `StoredValues.save` would write JSON text. Documents of this kind have the fields themselves.
+            # `StoredValues.save` would write JSON text, but these documents have the fields themselves.
             self.documents.put(KIND, record.prompt_key, asdict(stats))
         self.dataset.learn(observed, estimate, version, earlier)
 

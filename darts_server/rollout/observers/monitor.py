@@ -106,8 +106,7 @@ class Viewer:
         """Return the changes since the previous update, as in `MonitorAnswer`, without ``health``.
 
         A group that is new to the viewer has ``began`` and all fields. Any other group has only the fields that
-        changed, and
-        the ``index`` of each changed candidate. Times are seconds of the runner's clock.
+        changed, and the ``index`` of each changed candidate. Times are seconds of the runner's clock.
         """
         monitor = self.monitor
         changes: list[Fields] = []
@@ -153,7 +152,7 @@ class Viewer:
             "candidates": sum(len(group.candidates) for group in running),
             # A group without changes has two fields: its id and no candidates.
             "groups": [fields for fields in changes if len(fields) > 2 or fields["candidates"]],
-            # Groups of the previous update that are neither shown nor ended.
+            # Previous groups that are neither shown nor ended.
             "left": list(previous),
         }
 

@@ -33,9 +33,9 @@ class Provenance:
             self._forget_names(dropped)
 
     def find(self, name: str, may_see: Callable[[str | None], bool]) -> list[GroupRecord]:
-        """Find the newest group with the id ``name``, or all groups of the response with that id in prompt order.
+        """Find the newest group with the id ``name``, or all groups of the response with this id in prompt order.
 
-        A group joined from single requests is found by the id of each request, and by the callers' name for it.
+        A joined group is also found by the id of each request, and by the callers' name.
         """
         keys = self._keys_by_name.get(name, ())
         records = [self._records.entries_of(owner)[group_id] for owner, group_id in keys if may_see(owner)]

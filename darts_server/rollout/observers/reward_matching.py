@@ -15,7 +15,7 @@ from darts_server.serving.fair_cache import FairCache
 from darts_server.types import Outcome
 
 REWARDS_PER_TURN = 64
-"""Number of rewards in one turn of the event loop: ten milliseconds if rewards come with 8,192 tokens."""
+"""Rewards in one turn of the event loop: ten milliseconds if they come with 8,192 tokens."""
 MAX_UNKNOWN_INDICES = 100
 FINGERPRINT_BYTES = 16
 TOKEN_TYPE = "i"
@@ -37,7 +37,7 @@ class Reward:
 
 @dataclass(slots=True)
 class RewardReport:
-    """A reward is repeated if its trajectory has a reported reward, and unknown if its trajectory is not kept.
+    """A reward is repeated if its trajectory has a reported reward, and unknown if the trajectory is not kept.
 
     ``unknown_indices``: positions of the first `MAX_UNKNOWN_INDICES` unknown rewards.
     """
@@ -78,7 +78,7 @@ class ReturnedGroup:
     prompt_key: str | None
     record: GroupRecord | None = None
     size: int | None = None
-    """Number of returned trajectories, or None until the group is complete."""
+    """None until the group is complete."""
     trajectories: dict[str, ReturnedTrajectory] = field(default_factory=dict)
     """By candidate index as text, as in the trajectories' ids."""
     num_rewarded: int = 0
@@ -115,18 +115,15 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 
 
 class RewardMatcher:
-    """Matches reported rewards and verifiers' rewards to trajectories, and learns from them.
+    """Matches reported and verifiers' rewards to trajectories, and learns from them.
 
-    Rewards may arrive in any order and more than once, for groups that still run, have ended, or are not kept any more.
-    At
-    a limit, see `FairCache`.
+    Rewards may arrive in any order and more than once, for groups that run, have ended, or are not kept any more.
 
     Args:
-        on_group_rewarded: called when all trajectories of a group have rewards, with the record, correctness by
-            candidate
-            index, and whether all rewards are equal. A group that was selected by rewards has discarded candidates too.
+        on_group_rewarded: called when all trajectories of a group have rewards, with correctness by candidate index,
+            and whether all rewards are equal. A group that was selected by rewards has discarded candidates too.
         on_report: called with the numbers of matched and of unknown rewards.
-        kept: number of groups, the newest.
+        kept: number of groups. At the limit, see `FairCache`.
         on_reward: called with every trajectory's first reward.
     """
 
@@ -149,7 +146,6 @@ class RewardMatcher:
         self._by_fingerprint: dict[bytes, list[ReturnedTrajectory]] = {}
 
     def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        """Keep a trajectory, before or after its group ended."""
         key = (returned.owner, returned.group_id)
         group = self._find_or_create(key, returned.started_at, returned.prompt_key)
         trajectory = ReturnedTrajectory(
@@ -172,8 +168,7 @@ class RewardMatcher:
         for trajectory in group.trajectories.values():
             if trajectory.reward is not None:
                 changes.new[group.prompt_key] += _trajectory_stats(trajectory, record)
-        # If rewards have selected the group, learn its discarded candidates too: the selection would bias the
-        # statistics.
+        # A selection by rewards would bias the statistics, so learn discarded candidates too.
         for index, correct in _correct_of_discarded(record).items():
             tokens = record.candidates[index].tokens
             changes.new[group.prompt_key] += _candidate_stats(tokens, 1.0, correct=correct)
@@ -208,10 +203,11 @@ class RewardMatcher:
         return GroupRewards(by_index, zero_variance)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
-        """Match rewards to kept trajectories without a reported reward. Yields to the event loop between chunks.
+        """Match rewards to kept trajectories, and yield to the event loop between chunks.
 
         Callers may choose the same ids, so an id names a trajectory of the caller. Tokens name trajectories of the
-        caller, or of other callers if the caller has no such trajectory.
+        caller,
+        or else of other callers.
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
@@ -245,7 +241,7 @@ class RewardMatcher:
         changes: Changes,
     ) -> None:
         group = trajectory.group
-        # The trajectory's weight is known when its group has ended. `group_ended` learns earlier rewards.
+        # The weight is known when the group has ended. `group_ended` learns earlier rewards.
         record = group.record
         is_first = trajectory.reward is None
         if not is_first and record is not None:
@@ -329,7 +325,7 @@ class RewardMatcher:
 
 
 def _correct_of_discarded(record: GroupRecord) -> dict[int, bool]:
-    """Return the correctness of discarded candidates by index, if the group was selected by rewards."""
+    """Return correctness by index, if the group was selected by rewards."""
     if record.num_rewarded is None or record.outcome is not Outcome.COMPLETED:
         return {}
     return {c.index: c.correct for c in record.candidates if c.selected_as is None and c.correct is not None}
@@ -344,7 +340,7 @@ def _stats_if_fully_rewarded(group: ReturnedGroup) -> RewardStats:
 def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> RewardStats:
     candidate = record.candidates[trajectory.index]
     weight = 1.0
-    # All candidates of a group that was selected by rewards are counted, so none stands for others.
+    # All candidates of such a group are counted, so no candidate stands for others.
     is_selected_by_rewards = record.num_rewarded is not None
     if not is_selected_by_rewards:
         weight = candidate.weight or 1.0

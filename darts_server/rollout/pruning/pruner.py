@@ -34,15 +34,15 @@ from darts_server.types import PruningStatus, SelectedAs
 logger = logging.getLogger(__name__)
 
 STEP_GROUPS = 256
-"""Rewarded groups that count as one step while the weights do not change: a usual number of prompts."""
+"""Rewarded groups of a step while the weights do not change: a usual number of prompts."""
 SAVE_SECONDS = 0.3
 """A killed process loses at most the last second."""
 RELOAD_SECONDS = 1.0
-"""Time between two checks whether a restore has replaced the store."""
+"""Time between checks for a restore."""
 SCORE_BYTES = 500
-"""Estimated memory of a trajectory with one score, without its hidden state."""
+"""Memory of a trajectory with one score, without its hidden state."""
 MISSING_STATE_TOKENS = 64
-"""A hidden state is lost if it has not arrived this many tokens after the detection point."""
+"""A hidden state that has not arrived this many tokens after the detection point is lost."""
 STATUS_REASONS = {
     PruningStatus.READY: "trajectories are pruned by their probability of being correct",
     PruningStatus.UNUSED: "no trajectory was scored yet",
@@ -80,9 +80,9 @@ class PendingScore:
 class PendingLabel:
     """A scored trajectory that waits for its reward.
 
-    ``size``: memory in bytes.
-    ``survival``: probability to be kept by all scores, and then sampled for the tail of the group.
-    ``is_undecided``: whether the group may prune the trajectory, and has not decided yet.
+    ``size``: bytes.
+    ``survival``: probability to be kept by all scores, and then sampled for the group's tail.
+    ``is_undecided``: whether the group may still prune the trajectory.
     """
 
     scores: list[PendingScore] = field(default_factory=list)
@@ -94,8 +94,8 @@ class PendingLabel:
 class Pruner:
     """Scores running trajectories by quality (ARRoL), and learns from their rewards.
 
-    Nothing is loaded or started before `start`, or before the first score. `score`, `record_kept` and `record_dropped`
-    are called in the event loop, return fast and never raise.
+    Nothing is loaded before `start` or the first score. `score`, `record_kept` and `record_dropped` are called in the
+    event loop, return fast and never raise.
 
     Args:
         width: returns the width of the engine's hidden states, or None if the engine provides none.
@@ -126,11 +126,11 @@ class Pruner:
         # By number of tokens.
         self._points: dict[int, DetectionPoint] = {}
         self._head: RemoteHead | None = None
-        # Scores and qualities with their rewards, for metrics.
+        # For metrics.
         self._score_labels: deque[Label] = deque(maxlen=settings.window)
         self._quality_labels: deque[Label] = deque(maxlen=settings.window)
         self._logged_status: PruningStatus | None = None
-        # Weight version at the last rewarded group, and number of rewarded groups in the present step.
+        # Weight version at the last rewarded group, and rewarded groups of the present step.
         self._last_version: int | None = None
         self._step_groups = 0
         self._reloaded_at = -math.inf
@@ -167,7 +167,7 @@ class Pruner:
         logprobs: tuple[float, ...],
         pruning: Pruning,
     ) -> Scored:
-        """Score a trajectory, and compute the survival probability.
+        """Return a trajectory's score with its survival probability.
 
         ``state``: None if the kind of score uses no hidden states.
         ``logprobs``: of the tokens so far, in nats, if the kind uses them.
@@ -219,7 +219,7 @@ class Pruner:
 
     def _keep_score(self, group: GroupKey, index: int, score: PendingScore) -> None:
         label = self._find_label(group, index)
-        # Tokens of a trajectory never decrease, so this is a new trajectory under a request id that was used before.
+        # Tokens never decrease, so this is a new trajectory under a request id that was used before.
         if label is not None and score.tokens <= label.scores[-1].tokens:
             self._pop_label(group, index)
             label = None
@@ -270,7 +270,7 @@ class Pruner:
             if pending.hidden is not None:
                 assert self._head is not None
                 if score_value is None:
-                    # The head was not ready at the detection point, but may be ready now.
+                    # The head may have become ready.
                     score = self._head.score(pending.hidden, pending.tokens)
                     if score.status is PruningStatus.READY:
                         score_value = score.value
@@ -288,7 +288,6 @@ class Pruner:
         previous_version = self._last_version
         self._last_version = self._weight_version()
         self._step_groups += 1
-        # A trainer's step is over when the weights change, or after a usual number of groups.
         has_new_weights = previous_version not in (None, self._last_version)
         if not has_new_weights and self._step_groups < STEP_GROUPS:
             return
@@ -298,7 +297,7 @@ class Pruner:
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
-        # A trajectory of the tail has survived its scores, and then the tail's random draw.
+        # A trajectory of the tail has also survived the tail's random draw.
         for candidate in record.selected:
             label = self._find_label(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
@@ -314,7 +313,7 @@ class Pruner:
 
     @property
     def status(self) -> PruningStatus:
-        """``READY`` if any detection point prunes; otherwise the reason why the first point does not."""
+        """``READY`` if any detection point prunes; otherwise why the first point does not."""
         if not self._points:
             return PruningStatus.UNUSED
         if self.uses_hidden_states and self._width() is None:
@@ -325,7 +324,7 @@ class Pruner:
         if CalibrationStatus.READY in statuses:
             return PruningStatus.READY
         status_of_first = statuses[0]
-        # All labels are from before the head's first training, and had no score.
+        # All labels had no score, before the head's first training.
         if status_of_first is CalibrationStatus.NO_LABELS and self.report.labels:
             return PruningStatus.FEW_LABELS
         return PruningStatus(status_of_first.value)

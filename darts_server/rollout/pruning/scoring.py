@@ -18,9 +18,9 @@ from darts_server.rollout.learned.documents import Blob, BlobStore
 logger = logging.getLogger(__name__)
 
 LOWEST_WINDOW = 64
-"""A few sentences, so that there are several windows before a usual detection point."""
+"""A few sentences: several windows fit before a usual detection point."""
 MAX_PENDING_BYTES = 256 * 1024 * 1024
-"""At a width of 4096 some 30,000 trajectories: the groups of several steps."""
+"""At a width of 4096 some 30,000 trajectories, of several steps."""
 QUALITY_BLOBS = "quality"
 VOTE_BLOBS = "vote"
 HEAD_KEY = "head"
@@ -126,7 +126,7 @@ class SavedBlob:
 
 
 class DetectionPoint:
-    """The calibration of one kind of score after one number of tokens.
+    """Calibrates a kind of score after a number of tokens.
 
     ``width``: width of the head's input, or 0 for log-probs. Saved labels of another width are of another model.
     """
@@ -196,7 +196,7 @@ class HeadCheckpoint:
         self._saved_at = -HEAD_SAVE_SECONDS
 
     def update(self, state: bytes) -> None:
-        """Set the newest state, unless ``state`` is empty. Save it every `HEAD_SAVE_SECONDS`."""
+        """Set the newest state, unless ``state`` is empty, and save it every `HEAD_SAVE_SECONDS`."""
         if state:
             self._unsaved = state
         if self._clock() >= self._saved_at + HEAD_SAVE_SECONDS:

@@ -28,12 +28,11 @@ from darts_server.types import AUTO, OFF, Measure, RequestOptions
 IDLE_SECONDS = 1800.0
 """Most tools take seconds, and test runs take minutes."""
 MAX_OPEN_SESSIONS = 65_536
-"""Sessions of running groups. An eight-GPU node runs some thousand at a time."""
+"""An eight-GPU node runs some thousand sessions at a time."""
 MAX_RUNNING_BYTES = 8 << 30
-"""Sessions of running groups: 8,192 of 131,072 generated tokens. Beyond it, sessions with more than an even share
-fail."""
+"""8,192 sessions of 131,072 generated tokens. Beyond it, sessions with more than an even share fail."""
 KEPT_GROUPS = 8192
-"""Ended groups that can be read. A step has 256 to 1,024."""
+"""A step has 256 to 1,024 groups."""
 IDLE_CHECK_SECONDS = 1.0
 SESSION_PREFIX = "ses-"
 LEARNED_AS = {Measure.TOKENS: "sessions", Measure.SECONDS: "session-seconds"}
@@ -81,7 +80,7 @@ class SessionRegistry:
         self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
         # Sessions of running groups, by owner.
         self._num_running: Counter[str | None] = Counter()
-        # Memory of the sessions of running groups at the latest check.
+        # Memory of running groups at the latest check.
         self._running_bytes = 0
         # Sessions of running and ended groups.
         self._sessions: dict[str, AgentSession] = {}
@@ -168,7 +167,7 @@ class SessionRegistry:
         return session
 
     def owner_of_key(self, key: bytes) -> tuple[str | None, str] | None:
-        """Return the owner and the id of a key's session, or None for a key of another kind.
+        """Return owner and id of a key's session, or None for a key of another kind.
 
         Raises:
             Unauthorized: the session is dropped.
@@ -212,7 +211,7 @@ class SessionRegistry:
         return sum(not session.state.is_over for group in self._running.values() for session in group.sessions)
 
     def fail_all(self, error: DartsError) -> None:
-        """End all groups, so that harnesses that wait for events get the end."""
+        """End all groups, so that harnesses get the events."""
         for group in list(self._running.values()):
             group.cancel(error)
 
@@ -232,7 +231,7 @@ class SessionRegistry:
             group_size=1 if request.size == 1 else None,
         )
         try:
-            # No request joins the group, as in a batch.
+            # As in a batch, no request joins the group.
             plan = self._rollouts.planner.plan(request.size, options, in_batch=True)
         except InvalidRequest as error:
             # Other requests name their size `n`.
@@ -257,7 +256,7 @@ class SessionRegistry:
         largest = self._rollouts.planner.limits.max_group_size
         if request.size + (request.extra or 0) > largest:
             raise InvalidRequest("extra", f"size and extra together must be at most {largest}; lower one of them")
-        # Deadlines and losses are learned by policy, and sessions are longer than answers.
+        # Deadlines are learned by policy, and sessions are longer than answers.
         return replace(plan, policy=f"{plan.policy}:{LEARNED_AS[request.measure]}")
 
     def _check_open_sessions(self, more: int) -> None:
@@ -285,7 +284,7 @@ class SessionRegistry:
         session_bytes = session.state.size_bytes
         if self._running_bytes <= MAX_RUNNING_BYTES or session_bytes <= even_share:
             return True
-        # Until the next check, the memory of this session must not make further sessions fail.
+        # Otherwise, further sessions would fail until the next check.
         self._running_bytes -= session_bytes
         return False
 

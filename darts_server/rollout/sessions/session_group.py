@@ -68,8 +68,7 @@ class StoppedAs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionGroupSpec:
-    """``metadata``: the caller's JSON. ``over_status``: what a harness gets in each turn after its session is
-    stopped."""
+    """``metadata``: the caller's JSON. ``over_status``: HTTP status of turns after the session has been stopped."""
 
     group_id: str
     plan: Plan
@@ -85,8 +84,7 @@ class SessionGroupSpec:
 class SessionReport:
     """How a harness ends a session.
 
-    ``usable``: False for a session whose tool failed. ``correct``: None if it depends on the reward, which must be
-    above 0.
+    ``usable``: False for a session whose tool failed. ``correct``: None for whether the reward is above 0.
     """
 
     usable: bool = True
@@ -105,9 +103,9 @@ class SessionTurn:
         self._most_counted = 0
         self._abort_on_engine = abort
         self.spans: VersionSpans = ()
-        """Weight versions of the tokens before the latest weight update."""
+        """Versions of the tokens before the latest weight update."""
         self.is_stopped = False
-        """Whether the server has stopped the session during this request."""
+        """Whether the server has stopped the session."""
         self.session_ended = asyncio.Event()
         self._is_over = False
 
@@ -130,14 +128,14 @@ class SessionTurn:
         self._end(tokens, FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
 
     def leave(self, tokens: int) -> None:
-        """End the request without an answer, if it runs. ``tokens``: number of received tokens."""
+        """End a running request without an answer. ``tokens``: number of received tokens."""
         if not self._is_over:
             tokens = max(tokens, self.count_tokens())
             self.spans = extend_spans(self.spans, self.session.group.weight_version(), tokens)
             self._end(tokens, None)
 
     def _end(self, tokens: int, finished: FinishedTurn | None) -> None:
-        # The end of the session may have ended the request before its answer came.
+        # The end of the session may have ended the request before.
         if not self._is_over:
             self._is_over = True
             self.session.group.end_turn(self, tokens, finished)
@@ -162,7 +160,7 @@ class AgentSession:
         self.rank: int | None = None
         """Engine that has the prefix of the latest turn."""
         self.spans: VersionSpans = ()
-        """Weight versions of all generated tokens, turn by turn."""
+        """Versions of all generated tokens, turn by turn."""
         self.report: SessionReport | None = None
         self.candidate: Candidate = group.candidates[index]
 
@@ -217,7 +215,7 @@ class AgentSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """``kind``: ``started``, ``stopped`` or ``ended`` for a session; ``completed``, ``failed`` or ``cancelled`` for a
+    """``kind``: ``started``, ``stopped``, ``ended`` for a session; ``completed``, ``failed``, ``cancelled`` for a
     group."""
 
     kind: str
@@ -228,7 +226,7 @@ class SessionEvent:
 class SessionGroup:
     """Runs a group of sessions until it has its outcome.
 
-    Everything is synchronous, so that a stop reaches the engine in the same turn of the event loop.
+    Everything is synchronous, so a stop reaches the engine in the same turn of the event loop.
 
     Args:
         create_session: called with the group and the session's index.
@@ -282,7 +280,7 @@ class SessionGroup:
         self._apply_decisions(self._group.open(rule, allocation.candidates))
 
     def poll(self) -> None:
-        """Send the progress of sessions that have reached their `Group.check_at` to the group."""
+        """Report sessions that have reached their `Group.check_at`."""
         now = self.clock()
         events = []
         for index, check_at in self._group.check_at.items():
@@ -303,14 +301,14 @@ class SessionGroup:
         now = self.clock()
         for session in list(self.sessions):
             used_at = session.state.used_at
-            # A session may take the place of another when its group is old.
+            # A session may be younger than its group.
             silent_since = session.created_at if used_at is None else used_at
             if not session.state.is_over and not session.running and now - silent_since > idle_seconds:
                 error = SessionFailed(f"session {session.session_id} had no request for {idle_seconds:g} seconds")
                 self._fail_session(session, SessionEnd.SILENT, error)
 
     def cancel(self, error: DartsError | None = None) -> None:
-        """End the group, and stop its sessions, unless the group has ended."""
+        """Stop all sessions, unless the group has ended."""
         if self.ended_at is not None:
             return
         self.error = self.error or error or GroupAborted("the group was ended by its caller")
@@ -367,8 +365,7 @@ class SessionGroup:
         return turn
 
     def check_turn(self, session: AgentSession) -> None:
-        """Refuse a request of a session that is over, or that ends now because it has too many tokens for a further
-        turn.
+        """Refuse a request of a session that is over, or that ends now because it has too many tokens.
 
         Raises:
             SessionOver: the session is over, or its harness understands no error.
@@ -420,10 +417,10 @@ class SessionGroup:
         correct: bool | None = None,
         metadata: bytes | None = None,
     ) -> None:
-        """End a session for its harness, see `SessionReport`. If it is over already, it gets only reward and metadata.
+        """End a session for its harness, see `SessionReport`. A session that is over gets only reward and metadata.
 
-        Another session takes the place of an unusable session, if the group needs it. A second call with the same
-        arguments changes nothing: the harness may have lost the first answer.
+        Another session replaces an unusable session, if the group needs it. A second call with the same arguments
+        changes nothing: the harness may have lost the first answer.
 
         Raises:
             Conflict: the harness has ended the session in another way.
@@ -469,7 +466,7 @@ class SessionGroup:
         for turn in list(session.running):
             turn.abort(is_stopped=is_stopped)
             if not is_stopped:
-                # The session's length is final now, so tokens that still arrive must not count.
+                # The session's length is final, so later tokens must not count.
                 turn.leave(0)
         self._add_event(SessionEvent("stopped" if is_stopped else "ended", session, reason))
         self._observer.session_ended(end, session.state.turns, session.state.tool_seconds)
@@ -499,7 +496,7 @@ class SessionGroup:
                         self.sessions.append(session)
                         self._add_event(SessionEvent("started", session))
                     self._observer.candidates_started(len(indices))
-                    # A session has started as soon as its harness can send requests: it waits for no engine.
+                    # A session waits for no engine.
                     self._apply_decisions(self._group.handle(*[Started(index) for index in indices]))
                 case Stop(index=index, reason=reason):
                     is_aborted = reason in (DiscardReason.ABORTED, DiscardReason.CANCELLED)
@@ -510,7 +507,7 @@ class SessionGroup:
                     session = self.sessions[index]
                     if not session.state.is_over:
                         self._end(session, SessionEnd.STOPPED, "cut")
-                    # Otherwise the running request still brings its last tokens, see `end_turn`.
+                    # Otherwise the last tokens are still to come, see `end_turn`.
                     if not session.running:
                         session.state.cut(tokens)
                 case Complete():
