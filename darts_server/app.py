@@ -227,8 +227,8 @@ async def _serve(
             on_ready = partial(
                 log_ready, server.url_of(args, sock), engine.model_name, settings.policy, settings.group_size
             )
-            # Taking over the saved prompts removes them from the file. It is the last step, so that the next server
-            # finds them if this server fails to start.
+            # This removes the saved prompts from the file, so it is the last step: if it is not reached, the next
+            # server finds them.
             rooms.batches.restore_carried()
             try:
                 await server.serve(application, args, sock, shutdown, LimitedHttp, on_ready)

@@ -1,7 +1,4 @@
-"""Encode large answers in threads, once for all connections that read the same answer, and send them in slices.
-
-A connection that does not read costs only the web server's buffer.
-"""
+"""Encode large answers in threads, and send them in slices: a slow reader costs only the web server's buffer."""
 
 import asyncio
 from array import array

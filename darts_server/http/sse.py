@@ -24,12 +24,8 @@ AppStatus.enable_automatic_graceful_drain = False
 class EventStream(EventSourceResponse):
     """Makes the next chunk of ``content`` when the previous chunk was sent, and sends large chunks in slices.
 
-    So neither events nor bytes queue for a slow reader.
-
-    Args:
-        reader: entered while the response is sent.
-        ping_seconds: interval of comments; 0 for no comments.
-        send_timeout: timeout in seconds for a reader that accepts nothing.
+    So neither events nor bytes queue for a slow reader. ``reader`` is entered while the response is sent.
+    ``ping_seconds``: 0 for no comments. ``send_timeout``: seconds for a reader that accepts nothing.
     """
 
     def __init__(

@@ -45,8 +45,6 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TracedLengths:
-    """Lengths of a prompt in a trace."""
-
     lengths: Sequence[int]
     truncated: int
     """Number of lengths that were cut at the ``cap``."""

@@ -78,7 +78,6 @@ class CandidateAnswer(BaseModel):
     ) -> Self:
         # Reported rewards replace the verifier's rewards in the record.
         reward, correct = rewards.by_index.get(record.index, (record.reward, record.correct))
-        # The record does not have these fields under the same name.
         other_fields = {
             "trajectory_id": f"{group.group_id}:{record.index}",
             "length": record.tokens,
@@ -141,7 +140,7 @@ class GroupAnswer(GroupFacts):
 
 
 def encode_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
-    """Yield a group's answer as JSON, in parts of about `SLICE_BYTES`."""
+    """Yield a group's JSON in parts of about `SLICE_BYTES`."""
     group_json = GroupAnswer.of(record, rewards).model_dump_json().encode()
     # Candidates go between the brackets of their empty list.
     before, start_of_list, after = group_json.rpartition(b'"candidates":[')

@@ -23,11 +23,10 @@ from darts_server.weights.coordinator import Coordinator
 
 INTERVAL_SECONDS = 0.25
 MAX_CPU_SHARE = 0.05
-"""Share of one core for all streams together. If events take longer to make, they become rarer."""
+"""Share of one core for all streams together. If events take longer, they become rarer."""
 QUIET_SECONDS = 2.0
-"""Maximum time between events without changes, unless `MAX_CPU_SHARE` makes events rarer."""
+"""Maximum time between events, unless `MAX_CPU_SHARE` makes events rarer."""
 MAX_VIEWERS = 32
-"""Limit of streams of one key."""
 STALL_SECONDS = 60.0
 """Timeout for a viewer that accepts nothing."""
 TIME = "Seconds on the clock of `now`."
@@ -126,7 +125,6 @@ class MonitorSources:
     updates: Coordinator
     store: Store
     is_stopping: Callable[[], bool] = lambda: False
-    """Returns whether streams should end."""
     streams: Readers = field(default_factory=lambda: Readers("the live monitor", MAX_VIEWERS))
 
     def read_health(self) -> dict[str, Any]:
@@ -171,7 +169,7 @@ async def stream_updates(
 ) -> AsyncGenerator[bytes, None]:
     """Yield a ``snapshot``, and then an ``update`` for changes, at most every ``interval`` seconds.
 
-    The next event is made when the previous event was sent. So a slow reader gets all changes in one event. After
+    The next event is made when the previous event was sent, so a slow reader gets all changes in one event. After
     ``quiet`` seconds an update is sent in any case.
     """
     viewer = Viewer(sources.monitor, may_see)
@@ -185,7 +183,6 @@ async def stream_updates(
             cpu_begin = time.thread_time()
             update = viewer.next_update()
             health = sources.read_health()
-            # Make an event if the viewer has changes, or has got no event for long. The first event is a snapshot.
             has_changes = update["groups"] or update["left"] or health != sent_health
             event = None
             if has_changes or now - sent_at >= quiet:

@@ -10,12 +10,10 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import read_body
 
 MAX_PATCH_BYTES = 16 * 1024
-"""Limit of a patch in bytes. All settings together have some hundred."""
+"""All settings together have some hundred bytes."""
 
 
 class PolicyControl(Protocol):
-    """The runtime settings."""
-
     def current_settings(self) -> dict[str, object]:
         """Return the settings, and in ``policies`` the names that a request may use."""
 

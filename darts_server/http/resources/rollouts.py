@@ -1,7 +1,4 @@
-"""``/darts/v1/rollouts``: groups for a batch of prompts, as one answer or as events.
-
-The answer is JSON, or tensors together with JSON. Arrays of tokens are encoded without an object for each value.
-"""
+"""``/darts/v1/rollouts``: groups for a batch of prompts, as JSON, as tensors with JSON, or as events."""
 
 import asyncio
 import hashlib
@@ -56,7 +53,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are parsed in a second."""
 LAST_EVENT_HEADER = "Last-Event-ID"
 MAX_EVENT_DIGITS = 18
-"""Digits of an event's number. No batch has so many events."""
+"""No batch has so many events."""
 KEY = Header(
     alias=KEY_HEADER,
     description="A name of your choice. The same name returns the same batch.",
@@ -70,7 +67,7 @@ LAST = Header(
 TOKEN_LISTS = ("aborted", "trajectories")
 """Fields of a group or an unfinished prompt whose items have tokens."""
 INLINE_VALUES = 8192
-"""Limit of tokens that are encoded in the event loop: they take 2 ms, with or without log-probs."""
+"""Limit of tokens that are encoded in the event loop: they take 2 ms."""
 VALUES_PER_CANDIDATE = 32
 """Number of tokens that take as long to encode as a candidate without its tokens."""
 SENT_IN_DELTAS = {"trajectories": {"__all__": {"token_ids", "logprobs"}}}
@@ -102,17 +99,13 @@ class Reading:
 
     readers: Readers = field(default_factory=lambda: Readers("finished or shared batches"))
     answers: SharedEncodings[bytes | TokenTensors] = field(default_factory=SharedEncodings)
-    """Encodings of whole answers that are being sent."""
+    """Whole answers that are being sent."""
     events: SharedEncodings[bytes] = field(default_factory=SharedEncodings)
-    """Encodings of large events that are being sent."""
+    """Large events that are being sent."""
 
     @contextmanager
     def listen(self, batch: BatchRun) -> Iterator[None]:
-        """Keep a batch from being cancelled as idle while the block runs.
-
-        Raises:
-            QuotaReached
-        """
+        """Keep a batch from being cancelled as idle while the block runs, or raise `QuotaReached`."""
         # Limits of candidates also limit running batches, so only further readers count, and readers of ended batches.
         is_counted = batch.end is not None or batch.listeners > 0
         counted = self.readers.count_connection() if is_counted else nullcontext()
@@ -184,12 +177,9 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
 
 
 def choose_media_type(headers: Headers, *, streams: bool) -> str:
-    """Return the media type of a batch's answer that the ``Accept`` header prefers.
+    """Return the media type that the ``Accept`` header prefers, or raise `NotAcceptable`.
 
-    Without the header, every type is accepted. Ties go to the type that stands first in our offers.
-
-    Raises:
-        NotAcceptable
+    Without the header, every type is accepted. Ties go to our first offer.
     """
     # OpenAI's clients accept only JSON, even for answers that they request as a stream.
     offers = (MEDIA_TYPE, JSON) if streams else (JSON, SAFETENSORS)
@@ -249,7 +239,6 @@ async def _respond(
             tensors.answer = encode_answer(batch, done, tensors)
             return tensors
 
-        # A thread encodes the answer once for all connections that read it at the same time.
         encoding = cleanup.enter_context(reading.answers.use((batch, media_type), encode))
         answer = await while_connected(request, encoding)
         # Other connections may use the encoding until the answer was sent.
@@ -322,10 +311,7 @@ async def encode_events(
     stream: StreamMode,
     encodings: SharedEncodings[bytes],
 ) -> AsyncGenerator[bytes, None]:
-    """Encode the events of a batch after event ``last_number``.
-
-    A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
-    """
+    """A large event is encoded in a thread, once for all current readers, and is a chunk of its own."""
     while (numbered_event := await feed.next(last_number)) is not None:
         # Join small events that are ready, up to the first large event.
         small_events = b""

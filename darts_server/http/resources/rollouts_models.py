@@ -55,7 +55,7 @@ MAX_PROMPTS = 100_000
 MAX_OPTION_BYTES = 256 * 1024
 """Limit of a prompt's tools, and of its template's arguments. A hundred tools with their descriptions have less."""
 MAX_TOOLS = 1024
-"""Limit of a prompt's tools. vLLM validates all tools before it names the first wrong tool: some milliseconds."""
+"""vLLM validates all tools before it names the first wrong tool: some milliseconds."""
 MAX_SHARED_BYTES = 64 * 1024 * 1024
 """Limit of the bytes of a batch's chat options, times the chats that are rendered with them."""
 

@@ -15,9 +15,9 @@ from darts_server.rollout.learned.statistics import KIND, Statistics
 from darts_server.store import Store
 
 MAX_FILE_BYTES = 1024**3
-"""Limit of a saved file. The store's own limit for decompressed files is the same, so no valid file is larger."""
+"""The store's own limit for decompressed files is the same, so no valid file is larger."""
 MAX_STATE_READERS = 4
-"""Limit of connections of one key. Each has a copy of the whole state until it was sent; a trainer needs one."""
+"""Each connection has a copy of the whole state until it was sent, and a trainer needs one connection."""
 
 
 class StateAnswer(BaseModel):
@@ -42,7 +42,6 @@ def add_routes(
             store.restore(data)
         except (StateDamaged, StateTooNew) as error:
             raise InvalidRequest("body", str(error)) from error
-        # The number of prompts with statistics.
         return store.count(KIND)
 
     @api.get("/state", response_class=Response, responses={200: {"content": BYTES}})

@@ -1,7 +1,7 @@
 """Problems of the tiny task, running-digit arithmetic, and its verifier. One character is one token.
 
 A prompt ``7a-5b*4>`` is a start digit and n steps. A step is a letter, an operator and a digit. The letters are in
-alphabetical order: they are anchors that make copying easy to learn. All arithmetic is modulo 10, from left to right.
+alphabetical order, which makes copying easy to learn. All arithmetic is modulo 10, from left to right.
 An answer ends with ``#`` and the resulting digit.
 
 A looped problem ``7@9a-5b*3c-8d+7>`` applies its steps nine times. Each round begins with a step that adds the number
@@ -72,7 +72,6 @@ def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem
     steps = []
     for letter in LETTERS[: rng.choice(STEP_COUNTS[difficulty])]:
         operator = rng.choice(OPERATORS)
-        # In a loop, other factors would erase what earlier rounds computed.
         digit = rng.choice(INVERTIBLE) if is_looped and operator == "*" else rng.randrange(10)
         steps.append(Step(letter, operator, digit))
 
@@ -82,7 +81,6 @@ def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem
         rounds = rng.choice(ROUNDS)
         loop = f"{LOOP}{rounds}"
         chain = []
-        # Each round begins by adding the number of rounds that are left.
         for rounds_left in range(rounds, 0, -1):
             chain += [Step(LOOP, "+", rounds_left), *steps]
     answer = start

@@ -76,7 +76,6 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum the samples of a metric that have these labels; 0 if there are none."""
-        # `verify=False` saves httpx from reading all root certificates.
         text = httpx.get(f"{self.url}/metrics", timeout=REQUEST_SECONDS, verify=False).text
         label_texts = [f'{key}="{value}"' for key, value in labels.items()]
         total = 0.0
@@ -136,8 +135,6 @@ def serving(
 
     Args:
         command: arguments of ``python -m``: `DARTS` or `PLAIN`.
-        log: file for the output.
-        port: port, or 0 for a free port.
         patience: seconds that the start may take.
 
     Raises:

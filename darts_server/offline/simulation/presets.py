@@ -73,10 +73,7 @@ def build_machine(
     replicas: int,
     between_rollouts: float,
 ) -> Machine:
-    """Build a machine with ``replicas`` engines of ``per_replica`` GPUs each, which also train.
-
-    ``between_rollouts``: seconds.
-    """
+    """Build ``replicas`` engines of ``per_replica`` GPUs each, which also train. ``between_rollouts``: seconds."""
     bandwidth = gpu.bandwidth * MEMORY_EFFICIENCY * per_replica
     flops = gpu.flops * COMPUTE_EFFICIENCY * per_replica
     overhead = STEP_OVERHEAD
@@ -105,7 +102,7 @@ def build_machine(
 
 
 def with_engines(machine: Machine, replicas: int) -> Machine:
-    """Return the machine with another number of engines. Engines also train, so more engines train faster."""
+    """Engines also train, so more engines train faster."""
     per_token = machine.training_per_token * machine.replicas / replicas
     return replace(machine, replicas=replicas, training_per_token=per_token)
 

@@ -1,4 +1,4 @@
-"""Policies and controls on the sessions of a trace: what they save, which sessions they prefer, and what they cut."""
+"""Policies and controls on the sessions of a trace."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,10 +98,7 @@ class SessionTraining:
 
 
 def compare_with_limits(policies: Sequence[str], training: SessionTraining) -> list[Summary]:
-    """Simulate `off`, the given policies, and `off` with fixed limits of turns or tokens.
-
-    Return all figures, compared with `off`.
-    """
+    """Return the figures of `off`, the policies, and fixed limits of turns or tokens, compared with `off`."""
     summaries = [run_sessions(policy, training) for policy in dict.fromkeys([OFF, *policies])]
     # For each share that a policy cuts, compare the limit that cuts as much. A limit that cuts nothing is no limit.
     shares = {*LOST_SHARES, *(summary["cut_share"] for summary in summaries)} - {0.0}
@@ -112,7 +109,7 @@ def compare_with_limits(policies: Sequence[str], training: SessionTraining) -> l
 
 
 def best_limits(workload: Sequence[Sequence[Session]], shares: Sequence[float]) -> list[dict[str, int]]:
-    """Return the smallest limits of turns and of tokens that cut at most these shares of the sessions."""
+    """Return the smallest limits of turns and of tokens that cut at most these shares of sessions."""
     sessions = [session for samples in workload for session in samples]
     lengths_by_unit = {
         "turns": [len(session.turns) for session in sessions],
@@ -129,7 +126,6 @@ def best_limits(workload: Sequence[Sequence[Session]], shares: Sequence[float]) 
 
 
 def limit_session(session: Session, turns: int | None = None, tokens: float = inf) -> Session:
-    """Return a session that ends after so many turns or generated tokens."""
     kept_turns = []
     tokens_left = tokens
     for turn in session.turns[:turns]:
@@ -142,11 +138,9 @@ def limit_session(session: Session, turns: int | None = None, tokens: float = in
 
 
 def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] | None = None) -> Summary:
-    """Simulate a training run under a policy, and return its figures.
+    """Simulate a training run, and return its figures.
 
-    Args:
-        text: the policy with its options.
-        limit: a limit of the agent, see `limit_session`.
+    ``text``: a policy with its options. ``limit``: arguments of `limit_session`.
 
     Raises:
         InvalidSetting: the name or an option is unknown or not for sessions, or a value is invalid.
@@ -258,13 +252,7 @@ class _Figures:
         whole_sessions: Sequence[Session],
         tokens_before: Mapping[SessionRun, int],
     ) -> int:
-        """Count a returned group, and return the tokens that training reads.
-
-        Args:
-            number: the prompt.
-            whole_sessions: the sessions as they would be if nothing stopped or cut them.
-            tokens_before: tokens that older weights have generated.
-        """
+        """Count a returned group, and return the tokens that training reads. ``tokens_before``: of older weights."""
         for run, session in zip(member.runs, whole_sessions, strict=True):
             seconds_saved = sum(turn.tool_seconds for turn in session.turns) - run.tool_seconds
             turns_saved = len(session.turns) - run.turns
@@ -322,7 +310,7 @@ class _Figures:
 
 
 def _compare(off: Summary, summary: Summary) -> Summary:
-    """Return the figures compared with the figures of ``off``, with standard errors of the speedups."""
+    """Return the figures compared with ``off``, and standard errors of the speedups."""
     compared = relative_to(off, summary)
     for name in ("rollout", "step"):
         seconds = np.asarray(summary[f"{name}s"])

@@ -47,7 +47,7 @@ def summarise(
     size: int,
     notes: str = "",
 ) -> Summary:
-    """Return the figures of a policy. Seconds and tokens are means over steps."""
+    """Seconds and tokens are means over steps."""
     lengths = np.concatenate([step.rollout.lengths for step in steps])
     returned = float(lengths.sum()) / len(steps)
     generated = float(np.mean([step.rollout.generated.sum() for step in steps]))
@@ -72,7 +72,7 @@ def summarise(
 
 
 def relative_to(off: Summary, summary: Summary) -> Summary:
-    """Return the figures of `summarise` or of `sessions`, compared with the figures of ``off``."""
+    """Return figures of `summarise` or of `sessions`, compared with ``off``."""
     relative = dict(summary)
     for name in ("step", "rollout"):
         relative[f"{name}_speedup"] = off[f"{name}_seconds"] / summary[f"{name}_seconds"]
@@ -114,7 +114,6 @@ def _effective_sample_share(steps: Sequence[Step], size: int) -> float | None:
 
 
 def format_table(summaries: Sequence[Summary], columns: Mapping[str, tuple[str, str]] = COLUMNS) -> str:
-    """``columns``: title and format of each figure."""
     rows = [[title for title, _ in columns.values()]]
     for summary in summaries:
         row = []

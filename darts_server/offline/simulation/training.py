@@ -173,7 +173,6 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     left_over: list[Prompt] = []
     next_new = first_step * needed
     for number in range(first_step, warm_up + measured_steps):
-        # The prompts of the step: left-over prompts, and new prompts.
         prompts = [prompt.restarted() if prompt.is_too_old(number) else prompt for prompt in left_over]
         left_over = []
         num_new = round(policy.start * needed) - len(prompts)

@@ -16,9 +16,7 @@ from darts_server.offline.simulation.model.batch import Ints
 from darts_server.offline.simulation.model.sessions import Session, Turn
 
 NEIGHBOURS = 8
-"""Prompts with the nearest mean length, whose samples stand for a prompt's too."""
 OWN_SHARE = 0.5
-"""Share of resampled candidates that come from the prompt's own samples."""
 
 
 class Workload(Protocol):
@@ -109,8 +107,7 @@ class TracedWorkload:
 
 
 Quantiles = tuple[Sequence[float], Sequence[float]]
-"""A distribution of positive values: cumulative probabilities, and their quantiles. Between them, the logarithm of the
-value is interpolated linearly."""
+"""Cumulative probabilities and their quantiles. Between them, the logarithm of the value is interpolated linearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +156,6 @@ class Format(StrEnum):
 
 
 class _Fields(NamedTuple):
-    """Names of a format's fields. A sample with several turns is a line of its own."""
-
     prompt_tokens: str
     lengths: str
     group: str
@@ -168,7 +163,6 @@ class _Fields(NamedTuple):
     sample_prompt_tokens: str
     generated: str
     tools: str
-    """Tool calls."""
     added: str
 
 

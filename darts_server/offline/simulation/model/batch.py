@@ -1,5 +1,3 @@
-"""Prompts of a simulated rollout, and how they are rolled out."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -41,7 +39,7 @@ class Batch:
 
     @property
     def capped_lengths(self) -> Ints:
-        """Tokens at which each candidate ends if nothing stops it, shape (G, C)."""
+        """Tokens at which each candidate ends, shape (G, C)."""
         return np.minimum(self.lengths, self.max_tokens)
 
     @property
@@ -72,7 +70,7 @@ class BatchPlan:
         needed_groups: int | None = None,
         mean_length: float | None = None,
     ) -> "BatchPlan":
-        """Plan a batch as the server does, from its prompts' length stds and their mean length."""
+        """Plan a batch as the server does. ``stds`` and ``mean_length``: of the prompts' lengths."""
         if shaping is None:
             return cls(size, [size] * len(stds), needed_groups=needed_groups)
         least, most = shaping.candidate_limits(size)

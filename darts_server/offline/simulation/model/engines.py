@@ -1,9 +1,8 @@
 """Engines of a simulated rollout: continuous batching of sequences whose lengths are known.
 
-An engine schedules as vLLM does. Sequences are admitted in the order of arrival, if there is a place among
-``max_num_seqs`` and space in the KV cache. If the cache is full, the sequence that was admitted last is preempted: it
-returns to the head of the queue, and is prefilled again. Running candidates of a prompt share its full blocks, which
-the first candidate prefills. A step takes
+As in vLLM, sequences are admitted in the order of arrival, if there is a place among ``max_num_seqs`` and space in the
+KV cache. If the cache is full, the sequence that was admitted last returns to the head of the queue, and is prefilled
+again. Running candidates of a prompt share its full blocks, which the first candidate prefills. A step takes
 
     decode(b) + per_context_token * (tokens in the KV caches) + per_prefill_token * (prefilled tokens)
     + per_start * (admitted sequences)
@@ -135,10 +134,7 @@ class Clock:
         rows: Ints,
         run_tokens: Floats,
     ) -> "Clock":
-        """Schedule the groups ``rows`` on an engine.
-
-        ``run_tokens``: tokens that each candidate generates, shape (G, C).
-        """
+        """``run_tokens``: tokens that each candidate of the groups ``rows`` generates, shape (G, C)."""
         # All candidates that generate a token, in one list.
         group, index = np.nonzero(run_tokens)
         tokens = run_tokens[group, index]
@@ -317,10 +313,7 @@ def _schedule_stays(
     shared: list[float],
     tokens: list[float],
 ) -> list[list[float]]:
-    """Schedule sequences, and return a row for each stay.
-
-    Groups ascend. ``own`` and ``shared`` are tokens in the KV cache, and ``tokens`` will be generated.
-    """
+    """Return a row for each stay. Groups ascend. ``own`` and ``shared`` are tokens in the KV cache."""
     waiting = deque(range(len(tokens)))
     # Row of the stay of each running sequence, in the order of admission.
     running: dict[int, int] = {}

@@ -5,13 +5,13 @@ Usage::
     rollout = simulate(batch, BatchPlan(8, [12] * batch.groups, shaping), machine)
     rollout.seconds, rollout.generated.sum()
 
-The candidates of a group are assumed to run side by side: they start together, and each gets a token in every step.
-Then a length is also the step at which a candidate ends, and the order of the lengths determines which candidates are
-stopped and when, for all groups at once (`Groups`). The tokens of all candidates determine the schedule of the engines
-(`engines`). If candidates continue from earlier rollouts, their earlier tokens count in the order, but take no step.
+The candidates of a group are assumed to start together, and to get a token in every step. Then a length is also the
+step at which a candidate ends, and the order of the lengths determines which candidates are stopped and when
+(`Groups`). The tokens of all candidates determine the schedule of the engines (`engines`). Tokens of earlier rollouts
+count in the order, but take no step.
 
-The result is exact if each engine runs all its sequences at once. If sequences wait or are preempted, candidates that
-are ahead of their group are stopped a little later than in this model.
+The result is exact if each engine runs all its sequences at once. Otherwise, candidates that are ahead of their group
+are stopped a little later than in this model.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -167,10 +167,7 @@ def _find_deadline(
     completion_steps: Floats,
     clocks: Clocks,
 ) -> KnownDeadline | None:
-    """Return the deadline that the cohort computes from its groups' reports, or None if it never becomes known.
-
-    Each group reports its ``needs`` after ``report_steps``.
-    """
+    """Return the cohort's deadline, or None if it is never known. Groups report ``needs`` after ``report_steps``."""
     cohort = CohortDeadline(rule, needs.size)
     has_reported_need = report_steps <= completion_steps
     # When each group reports its need, or is complete without a need. Infinite after that.
@@ -227,7 +224,7 @@ def _find_ends(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
 class Groups:
     """Groups under one rule.
 
-    This repeats the rules for arrays: 64 groups of 12 candidates take .25 ms, and 40 ms as `Group`s that get events.
+    This repeats the rules for arrays: 64 groups of 12 candidates take .25 ms, and 40 ms as `Group`s.
     """
 
     rows: Ints

@@ -6,15 +6,13 @@ Usage::
     rollout.run()
     rollout.seconds, rollout.groups[0].runs[0].recomputed
 
-Each prompt has a real `Group`, which gets the events of its sessions and decides which sessions are stopped. A group
-counts the generated tokens of a session over all turns, or the seconds since the rollout began.
+Each prompt has a real `Group`, which decides which sessions are stopped. The length of a session is its generated
+tokens over all turns, or the seconds since the rollout began.
 
-An engine schedules as in `engines`, and goes from one event to the next. Between two events the same sequences run. A
-session in a tool leaves its place in the batch. Its next turn is a new request, so it is the last in the queue, as
-vLLM's default scheduling puts it. The KV cache of a session in a tool or in the queue stays until running sequences
-need the space. Then caches are evicted, the least recently used first; caches of sessions that have ended are among
-them. If no cache is left, a sequence is preempted as in `engines`. An evicted session computes its context again before
-its next turn.
+An engine schedules as in `engines`, from event to event. A session in a tool leaves its place in the batch, and its
+next turn is the last in the queue, as in vLLM. The KV caches of sessions that do not run stay until running sequences
+need the space. Then the least recently used cache is evicted. If no cache is left, a sequence is preempted. An evicted
+session computes its context again before its next turn.
 """
 
 from bisect import bisect_left
@@ -63,7 +61,6 @@ class Session(NamedTuple):
 
 class State(Enum):
     WAITING = auto()
-    """In the queue of the engine."""
     RUNNING = auto()
     IN_TOOL = auto()
     OVER = auto()
@@ -84,7 +81,6 @@ class SessionRun:
     tokens: int = 0
     """Generated tokens, without the current stay in the batch."""
     tool_seconds: float = 0.0
-    """Seconds in tools."""
     recomputed: int = 0
     """Tokens that were computed again, after an eviction or preemption."""
     computed: int = 0
@@ -118,9 +114,9 @@ class SessionGroup:
     runs: list[SessionRun]
     engine: "_Engine"
     place_of_need: int
-    """Rank of the finished session whose length the group needs, see `darts_server.policy.deadline`."""
+    """Rank of the finished session whose length the group needs, see `policy.deadline`."""
     needed_length: int | None = None
-    """Length that the group needs, or None until it is known."""
+    """None until it is known."""
 
 
 # --- an engine --------------------------------------------------------------------
@@ -185,13 +181,13 @@ class _Engine:
         return run.tokens
 
     def length_so_far(self, run: SessionRun) -> int:
-        """Return the length of a session so far, in tokens or units of time."""
+        """Return tokens or units of time."""
         if self.by_seconds:
             return int(self.now * UNITS_PER_SECOND * (1 + TOLERANCE))
         return self.generated_tokens(run)
 
     def remove_from_batch(self, run: SessionRun, state: State) -> None:
-        """Take a sequence out of the batch. Its cache stays until the space is needed."""
+        """The sequence's cache stays until the space is needed."""
         generated = self.generated_tokens(run) - run.tokens
         run.tokens += generated
         run.context += generated
@@ -209,7 +205,7 @@ class _Engine:
         else:
             run.tool_seconds += self.now - run.tool_began_at
         run.state = State.OVER
-        # Its own cache stays until the space is needed, as in vLLM. A session without a cache does not hold the prompt.
+        # A session without a cache does not hold the prompt.
         if run in self.idle_caches:
             self.release_prompt(run)
 
@@ -295,12 +291,12 @@ class _Engine:
 
 
 class SessionRollout:
-    """A rollout, in which all sessions are submitted at once, and which waits for all groups or for the needed groups.
+    """Submits all sessions at once, and waits for the needed groups.
 
     Args:
         sessions: sessions of each new prompt, at least as many as its candidates.
         rngs: generator of tail draws of each new group.
-        plan: how the prompts are rolled out. Carried groups come first.
+        plan: carried groups come first.
         by_seconds: whether lengths and the deadline count units of 1 / `UNITS_PER_SECOND` seconds since the rollout
             began, instead of generated tokens.
         carried: groups that `remove` has taken out of an earlier rollout. Their rule has no deadline and counts tokens.
@@ -402,10 +398,7 @@ class SessionRollout:
             self._update_group(number)
 
     def remove(self, member: SessionGroup, resumes: bool) -> None:
-        """Take the sessions of a group off its engine after the rollout.
-
-        ``resumes``: whether the group continues in another rollout. KV caches are lost.
-        """
+        """Take a group off its engine, without KV caches. ``resumes``: whether it continues in another rollout."""
         for run in member.runs:
             if run.state is State.OVER:
                 continue
