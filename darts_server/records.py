@@ -210,17 +210,17 @@ class CohortRecord:
     """In tokens, if set."""
     explored: bool = False
     measured_seconds: float = 0.0
-    """Seconds from the start of the first group to the end of the last group."""
+    """Seconds from the first group's start to the last group's end."""
     generated_tokens: int = 0
     returned_tokens: int = 0
     auto_choice: str | None = None
     completed: int = 0
     stale_tokens: int = 0
-    """Number of returned tokens of older weights than those at the end of their group."""
+    """Returned tokens of older weights than at the end of their group."""
     new_tokens: int = 0
     """Generated tokens without carried tokens."""
     returned_lengths: list[list[int]] = field(default_factory=list)
-    """Lengths of the returned trajectories of each group that returned any, in tokens."""
+    """Lengths in tokens of the returned trajectories of each group that returned any."""
 
     def add_ended_group(self, group: GroupRecord) -> None:
         self.generated_tokens += group.generated_tokens

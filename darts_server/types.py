@@ -7,7 +7,7 @@ from typing import Literal
 OFF = "off"
 AUTO = "auto"
 MAX_GROUP_SIZE = 1024
-"""Trainers use groups of 8 to 64, and 1,024 candidates fill most engines, so a larger n is likely a mistake."""
+"""Trainers use groups of 8 to 64, so a larger n is likely a mistake."""
 POLICIES: Mapping[str, str] = {
     OFF: "unshaped",
     "uniform": "the same number of candidates for every prompt",
@@ -48,7 +48,7 @@ class DiscardReason(StrEnum):
     TAIL_PRUNED = "tail_pruned"
     """Stopped because other candidates were sampled for the tail."""
     FAILED = "failed"
-    """The engine failed on the candidate, or aborted it without a request from us."""
+    """The engine failed on the candidate, or aborted it without our request."""
     ABORTED = "aborted"
     """Aborted, alone or with its group, so that the caller got the partial output."""
     CANCELLED = "cancelled"
@@ -126,7 +126,7 @@ class TurnKind(StrEnum):
     SESSION = "session"
     """The session had an answer."""
     TOKENS = "tokens"
-    """The tokens begin with a prompt and its answer, or the request was aborted before its first token."""
+    """The tokens begin with a prompt and its answer, or the request was aborted before a token."""
     PROMPT = "prompt"
     """The tokens begin with a whole prompt that was answered."""
     GREEDY = "greedy"

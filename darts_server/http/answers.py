@@ -22,7 +22,7 @@ JSON = "application/json"
 SLICE_BYTES = 64 * 1024
 """About as much as the web server buffers for a connection."""
 MAX_READERS = 64
-"""Limit of connections of a key. As many batches are kept by default, and a trainer reads each batch once."""
+"""As many batches are kept by default, and a trainer reads each batch once."""
 
 # Each encoding thread may keep the interpreter from the event loop for 5 ms at a time.
 _encoders = anyio.CapacityLimiter(4)
@@ -86,7 +86,7 @@ class ClosingResponse(StreamingResponse):
 def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
     """Close ``cleanup`` when the answer was sent."""
     cleanup = cleanup or ExitStack()
-    # The web server takes a small answer at once, also for a slow reader, so the cleanup need not wait.
+    # The web server takes a small answer at once, even for a slow reader.
     if len(answer) <= SLICE_BYTES:
         cleanup.close()
         return Response(answer, media_type=media_type)
@@ -142,7 +142,7 @@ class SharedEncodings(Generic[T]):
 
     @contextmanager
     def use(self, key: Hashable, encode: Callable[[], T]) -> Iterator[asyncio.Future[T]]:
-        """Encode in a thread, or use the encoding of another connection under the same key, while the block runs."""
+        """Encode in a thread, or use another connection's encoding of the key, while the block runs."""
         encoding = self._encodings.get(key)
         if encoding is None:
             encoding = _Encoding(asyncio.create_task(run_in_encoder_thread(encode)))

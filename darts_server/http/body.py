@@ -26,11 +26,10 @@ STALL_SECONDS = 60.0
 INLINE_BYTES = 64 * 1024
 """Largest body that is parsed in the event loop: it takes up to 20 ms."""
 MAX_ITEMS = 600_000
-"""Limit of items in a list whose items are parsed one by one."""
 MAX_PARTS_AT_ONCE = 50_000
-"""Limit of strings, arrays and objects that are parsed while the event loop waits. Each takes up to 1 µs."""
+"""Strings, arrays and objects that are parsed while the event loop waits. Each takes up to 1 µs."""
 MAX_VALUES_AT_ONCE = 1024 * 1024
-"""Limit of values that are parsed while the event loop waits: the longest contexts have a million tokens."""
+"""Values that are parsed while the event loop waits: the longest contexts have a million tokens."""
 MAX_NAME_CHARS = 100
 UNKNOWN_FIELD = "unknown_field"
 
@@ -181,7 +180,7 @@ def parse(model: type[ModelT], body: bytes, list_field: str | None = None) -> Mo
     if item_texts is None:
         return _parse_at_once(model, body)
 
-    # Parse the other fields, with an empty list, since no such list has a minimum length.
+    # Parse the other fields with an empty list: no list has a minimum length.
     parsed = _parse_at_once(model, msgspec.json.encode(fields | {list_field: msgspec.Raw(b"[]")}))
 
     # Parse the items one by one: pydantic keeps the interpreter while it reads a text, .1 s for a million token ids.
@@ -191,7 +190,7 @@ def parse(model: type[ModelT], body: bytes, list_field: str | None = None) -> Mo
         _check_small_enough(text)
         items.append(_validate(item_model.model_validate_json, text, (list_field, number)))
 
-    # The assignment validates the length of the list. It does not validate the items again.
+    # The assignment validates the length of the list, and not the items again.
     _validate(lambda value: setattr(parsed, list_field, value), items)
     return parsed
 

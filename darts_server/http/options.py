@@ -42,11 +42,7 @@ OTHER_PLACES = {
 
 
 def read_options(headers: Mapping[str, str]) -> RequestOptions:
-    """Parse our request headers.
-
-    Raises:
-        InvalidRequest: one of our headers is unknown, empty, malformed or repeated with different values.
-    """
+    """Parse our headers, or raise `InvalidRequest` for an unknown, empty, malformed or contradictory header."""
     our_headers: dict[str, str] = {}
     for sent_name, value in headers.items():
         name = sent_name.lower()
@@ -84,11 +80,7 @@ def _parse_group_header(value: str) -> dict[str, str | int]:
 
 
 def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
-    """Merge the options of headers and the model alias with ``vllm_xargs``.
-
-    Raises:
-        InvalidRequest: an unknown ``darts_`` argument, an invalid value, or two places that contradict each other.
-    """
+    """Merge the options of headers and the model alias with ``vllm_xargs``, or raise `InvalidRequest`."""
     merged: dict[str, Any] = {}
     for name, value in extra_args.items():
         if not name.startswith(XARG_PREFIX):

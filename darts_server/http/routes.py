@@ -26,7 +26,7 @@ from darts_server.weights.updates import Updates
 
 METRICS = "/metrics"
 MAX_PENDING = 8
-"""Limit of different pending answers. Callers choose the query and the headers that make answers differ."""
+"""Callers choose the query and the headers that make answers differ."""
 PAUSE_FACTOR = 4.0
 """Pause after an answer, as a multiple of its seconds: answers take at most a fifth of the event loop's time."""
 

@@ -10,12 +10,10 @@ from fastapi.responses import JSONResponse, RedirectResponse
 
 PARTS = Path(__file__).parent
 MARK = re.compile(r"/\* (\w+\.(?:css|js)) \*/")
-"""Place of a part in the document."""
 INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL)
 
 
 def add_routes(api: APIRouter) -> None:
-    """Add the page. The page needs no key: it asks its user for a key, and sends the key with its requests."""
     document = (PARTS / "page.html").read_text("utf-8")
     document = MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), document)
 

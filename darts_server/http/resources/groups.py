@@ -278,7 +278,6 @@ def add_routes(
         if not records:
             raise NotFound("group_id", f"there is no group {group_id!r} of yours; only the latest groups are kept")
 
-        # Many candidates are encoded in a thread, while the answer is sent.
         if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
             with ExitStack() as cleanup:
                 cleanup.enter_context(readers.count_connection())

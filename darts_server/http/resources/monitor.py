@@ -189,7 +189,6 @@ async def stream_updates(
                 kind = "snapshot" if sent_health is None else "update"
                 event = encode_event(kind, update | {"health": health})
                 sent_health = health
-            # All viewers together may take the share `MAX_CPU_SHARE` of this thread's time.
             cpu_seconds = time.thread_time() - cpu_begin
             next_event_at = now + max(interval, cpu_seconds * sources.streams.num_connections / MAX_CPU_SHARE)
             if event is not None:

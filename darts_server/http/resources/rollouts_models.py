@@ -61,7 +61,7 @@ MAX_SHARED_BYTES = 64 * 1024 * 1024
 
 
 def _keep_as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
-    """Return an annotation that validates a field as ``kind``, and keeps it as JSON in a fraction of the memory."""
+    """Validate a field as ``kind``, and keep it as JSON, which takes a fraction of the memory."""
 
     def encode(value: object) -> bytes:
         # The standard library, because msgspec refuses integers of more than 64 bits.
@@ -96,7 +96,7 @@ Metadata = Annotated[
 
 
 def _replace_errors(message: str) -> WrapValidator:
-    """Return an annotation that replaces all of pydantic's errors for a field by this message."""
+    """Replace all of pydantic's errors for a field by this message."""
 
     def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -275,11 +275,6 @@ class RolloutsIn(ChatOptionsIn):
         return value
 
     def to_batch_request(self) -> BatchRequest:
-        """
-        Raises:
-            InvalidRequest: the batch has chat options, and no messages.
-            TooLarge: the chat options would be rendered too often.
-        """
         batch_options = self.chat_options()
         encoded_batch_options = None
         if batch_options:

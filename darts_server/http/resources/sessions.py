@@ -257,7 +257,7 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
         wait: float,
         after: int,
     ) -> Response:
-        """Return the events after number ``after``: a stream if the request accepts a stream, else a long poll."""
+        """Return the events after number ``after``."""
         root = str(request.base_url)
 
         def read_events(after: int) -> list[tuple[int, EventOut]]:

@@ -14,7 +14,6 @@ from darts_server.weights.port import Rule, RuleName
 from darts_server.weights.updates import Updates
 
 MAX_REQUEST_BYTES = 64 * 1024
-"""Limit of a JSON body that names a path."""
 MAX_VERSION = 2**53 - 1
 """The largest whole number that every JSON parser keeps exact."""
 RULE = "What happens to running groups; --weights-rule by default."

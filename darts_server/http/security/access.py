@@ -170,7 +170,7 @@ class Access:
         return bool(self.keys or self.admin_keys)
 
     def may_call(self, name: str | None) -> bool:
-        """Return whether a caller can still send requests. ``name`` is ``None`` for callers without a key."""
+        """Return whether a caller can still send requests. ``name``: None for callers without a key."""
         if name is None:
             return not self.keys
         return self.keys.has_name(name) or self.admin_keys.has_name(name)

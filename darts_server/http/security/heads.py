@@ -10,11 +10,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from darts_server.http.body import STALL_SECONDS
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Limit of a URL and all headers together. Clients and proxies send some kilobytes at most."""
+"""The URL and all headers together. Clients and proxies send some kilobytes at most."""
 MAX_HEADERS = 256
 """vLLM's default for its flag ``--h11-max-header-count``, which this server's parser ignores."""
 MAX_PIPELINED = 32
-"""Limit of pipelined requests per connection. A queued request takes kilobytes, and only 30 bytes to send."""
+"""Requests per connection. A queued request takes kilobytes, and only 30 bytes to send."""
 SLICE_BYTES = 64 * 1024
 """Bytes that the parser gets at once. The parser joins the pieces of a header without a limit."""
 

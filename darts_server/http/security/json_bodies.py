@@ -24,9 +24,9 @@ from darts_server.http.security.access import RouteAccess
 from darts_server.http.security.middleware import find_route_access
 
 MAX_ADMIN_PARTS = 600_000
-"""Limit of strings, arrays and objects on routes for admins: a model has 100,000 names, types and shapes and more."""
+"""Strings, arrays and objects on routes for admins: a model has 100,000 names, types and shapes and more."""
 MAX_NUMBERS = 8 * 1024 * 1024
-"""Limit of numbers in a body: 512 prompts of 8,192 token ids have half as many. pydantic needs 30 ns for each."""
+"""Numbers in a body: 512 prompts of 8,192 token ids have half as many. pydantic needs 30 ns for each."""
 
 
 class AnyArray(msgspec.Struct, array_like=True, gc=False):
