@@ -68,7 +68,7 @@ class SecurityMiddleware:
     limits: BodyLimits
     """Limits of request bodies, except on the routes in `OWN_LIMITS`."""
     on_refusal: Callable[[str], None]
-    """Called with the reason of each refusal, for metrics."""
+    """Called with the reason of each refusal."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     access_overrides: Mapping[tuple[str, str], RouteAccess] = field(default_factory=dict)
     """Access by method and path, instead of that in the route table."""

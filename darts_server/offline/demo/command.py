@@ -226,7 +226,7 @@ def start_servers(stack: ExitStack, options: argparse.Namespace) -> dict[bool, s
 
 
 def measure(urls: Mapping[bool, str], options: argparse.Namespace) -> list[Run]:
-    """Request every batch by every method, and return the runs, raw first. ``urls``: see `start_servers`."""
+    """Request every batch by every method, and return the runs, raw first."""
     rng = Random(PROMPT_SEED)
     methods = list_methods(options)
     names = list(methods)

@@ -1,4 +1,4 @@
-"""Request batches of groups over HTTP, measure them, and compare the runs: a table, a sentence and a picture."""
+"""Request batches of groups over HTTP, measure them, and compare the runs."""
 
 import json
 import time

@@ -50,7 +50,7 @@ LOG_LINES = 25
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that controls a server."""
+    """The used part of `subprocess.Popen`."""
 
     pid: int
     returncode: int | Any

@@ -87,11 +87,7 @@ DRAFTS_LEGEND = "\n+ drafts                     with --speculate, compared with 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command, and return the exit code.
-
-    Raises:
-        InvalidSetting: a flag or a trace is invalid.
-    """
+    """Return the exit code, or raise `InvalidSetting`."""
     options = parse_arguments(argv)
     workload_name = options.preset or "dapo-32b"
     preset = PRESETS[workload_name]

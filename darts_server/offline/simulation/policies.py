@@ -69,11 +69,7 @@ def split_policies(texts: Iterable[str]) -> list[str]:
 
 
 def parse_policy(text: str, size: int) -> Policy:
-    """Parse ``NAME[,OPTION=VALUE…]``.
-
-    Raises:
-        InvalidSetting: the name or an option is unknown, or a value is invalid.
-    """
+    """Parse ``NAME[,OPTION=VALUE…]``, or raise `InvalidSetting`."""
     name, *pairs = text.split(",")
     if name not in NAMES:
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")

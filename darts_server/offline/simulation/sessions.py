@@ -109,7 +109,7 @@ def compare_with_limits(policies: Sequence[str], training: SessionTraining) -> l
 
 
 def best_limits(workload: Sequence[Sequence[Session]], shares: Sequence[float]) -> list[dict[str, int]]:
-    """Return the smallest limits of turns and of tokens that cut at most these shares of sessions."""
+    """Return the smallest limits that cut at most these shares of sessions."""
     sessions = [session for samples in workload for session in samples]
     lengths_by_unit = {
         "turns": [len(session.turns) for session in sessions],

@@ -122,7 +122,6 @@ def format_table(summaries: Sequence[Summary], columns: Mapping[str, tuple[str, 
             row.append("" if figure is None else format(figure, form))
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # The first and the last column have text, and the others have numbers.
     alignments = ["<", *">" * (len(widths) - 2), "<"]
     line = "  ".join(f"{{:{alignment}{width}}}" for alignment, width in zip(alignments, widths, strict=True))
     return "\n".join(line.format(*row).rstrip() for row in rows)

@@ -135,7 +135,6 @@ class Clock:
         run_tokens: Floats,
     ) -> "Clock":
         """``run_tokens``: tokens that each candidate of the groups ``rows`` generates, shape (G, C)."""
-        # All candidates that generate a token, in one list.
         group, index = np.nonzero(run_tokens)
         tokens = run_tokens[group, index]
         carried = batch.generated_before[rows][group, index].astype(np.float64)
@@ -214,7 +213,7 @@ class Clock:
         )
 
     def seconds_at(self, steps: Floats) -> Floats:
-        """Return the seconds at which ``steps`` steps are done, at most the end."""
+        """Return the seconds at which ``steps`` are done, at most the end."""
         part = np.clip(np.searchsorted(self.part_steps, steps, side="left") - 1, 0, self.first_step_seconds.size - 1)
         steps_in_part = np.minimum(steps, self.part_steps[-1]) - self.part_steps[part]
         seconds = self.prefill[part] + self.first_step_seconds[part] * steps_in_part
@@ -240,7 +239,7 @@ class Clock:
         return tokens.astype(np.float64).reshape(self.start_steps.shape)
 
     def busy_until(self, seconds: float) -> float:
-        """Return the sum of the seconds that each sequence has run until ``seconds``."""
+        """Return the summed seconds that sequences have run until ``seconds``."""
         seconds_of_parts = np.clip(seconds - self.part_seconds[:-1], 0, np.diff(self.part_seconds))
         return float((self.num_running * seconds_of_parts).sum())
 
@@ -291,14 +290,14 @@ class Clocks:
         return Clocks(clocks, engine_of_group)
 
     def seconds_at(self, steps: Floats) -> Floats:
-        """Return the seconds at which each group has run its number of ``steps``, shape (G,)."""
+        """Return the seconds at which each group has run its ``steps``, shape (G,)."""
         seconds = np.zeros(self.engine_of_group.size)
         for clock in self.clocks:
             seconds[clock.rows] = clock.seconds_at(clock.group_start_steps + steps[clock.rows])
         return seconds
 
     def steps_begun_at(self, seconds: float) -> Floats:
-        """Return the number of steps that each group has begun, shape (G,)."""
+        """Return the steps that each group has begun, shape (G,)."""
         steps = np.zeros(self.engine_of_group.size)
         for clock in self.clocks:
             steps[clock.rows] = np.maximum(clock.steps_begun_at(seconds) - clock.group_start_steps, 0.0)

@@ -31,7 +31,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """Outcome of a rollout of G prompts with C candidates each."""
+    """A rollout of G prompts with C candidates each."""
 
     seconds: float
     """Seconds until all groups, or the needed groups, are complete."""
@@ -77,9 +77,9 @@ class KnownDeadline:
     tokens: int
     cut_length: int
     known_at_steps: Floats
-    """Steps that each group has run at that moment, shape (G, 1)."""
+    """Steps that each group has run then, shape (G, 1)."""
     is_incomplete: Bools
-    """Whether each group is incomplete at that moment, shape (G, 1)."""
+    """Whether each group is incomplete then, shape (G, 1)."""
     known_at_seconds: float
 
 
@@ -117,7 +117,6 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
         ends = _find_ends(parts, deadline)
         clocks = Clocks.of(batch, plan, machine, ends.run_steps)
 
-    # The rollout ends with the last of the needed groups.
     completed_at = np.zeros(batch.groups)
     for clock in clocks.clocks:
         completed_at[clock.rows] = clock.completion_seconds(ends.completion_steps[clock.rows])

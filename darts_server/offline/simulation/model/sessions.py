@@ -93,7 +93,7 @@ class SessionRun:
 
     @property
     def turn_end(self) -> int:
-        """Generated tokens at the end of the current turn."""
+        """Generated tokens at the end of the turn."""
         return sum(turn.generated for turn in self.session.turns[: self.turns])
 
     @property
@@ -140,7 +140,7 @@ class _Engine:
     prompt_holders: Counter[int] = field(default_factory=Counter)
     """Sessions of each group that are not over and have a KV cache. They share the cache of their prompt."""
     alarms: list[tuple[float, int, int]] = field(default_factory=lambda: [(inf, 0, NO_SESSION)])
-    """Heap of seconds, each with a group, and the index of its session that returns from a tool. It is never empty."""
+    """Heap of seconds, with a group and the index of its session that returns from a tool. It is never empty."""
     context_tokens: float = 0.0
     extra_seconds: float = 0.0
     """Seconds by which the next step takes longer: prefills and starts."""
@@ -362,7 +362,6 @@ class SessionRollout:
         for engine in self.engines:
             self._schedule(engine, set())
         while not self.is_over:
-            # The engine with the earliest event is next.
             engine = min(self.engines, key=lambda each: each.planned[1])
             engine.run_planned_steps()
             due_groups = self._move_sessions(engine)
@@ -433,7 +432,7 @@ class SessionRollout:
         return due_groups
 
     def _update_group(self, number: int) -> bool:
-        """Handle the events of a group's sessions, and return whether there were any."""
+        """Return whether the group's sessions had events."""
         member = self.groups[number]
         group = member.group
         engine = member.engine
